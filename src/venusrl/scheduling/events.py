@@ -1,0 +1,208 @@
+"""What the scheduler is told. Plain immutable data; ids are opaque strings.
+
+Owns: the vocabulary of observations. Must not know: who observed them or how. Every event is
+delivered together with ``now`` (seconds, any epoch, never decreasing) through ``Scheduler.handle``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from venusrl.types import FailureKind, StopReason
+
+
+class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Tick(_Event):
+    """Time passed; lets grace periods, ageing and holds expire."""
+
+
+# --- engine workers -----------------------------------------------------------------------------
+class WorkerUp(_Event):
+    """A worker serves. ``kv_capacity``: tokens. ``slots``: sequences it decodes at once."""
+
+    worker: str
+    kv_capacity: int
+    slots: int
+    version: int
+
+
+class WorkerDown(_Event):
+    """A worker is gone; its running turns come back as ``TurnRequested`` again."""
+
+    worker: str
+
+
+class WorkerMeasured(_Event):
+    worker: str
+    running: int
+    waiting: int
+    kv_used: int
+
+
+class WorkerAcknowledged(_Event):
+    """The worker now generates with ``version``."""
+
+    worker: str
+    version: int
+
+
+# --- versions and batches -------------------------------------------------------------------------
+class VersionPublished(_Event):
+    """The weights of ``version`` are current: the batch that produced it is no longer outstanding."""
+
+    version: int
+
+
+class BatchTrained(_Event):
+    """The optimizer step of the batch that trained ``version`` is over; ``version + 1`` will be published."""
+
+    version: int
+
+
+# --- groups and trajectories ------------------------------------------------------------------------
+class GroupOpened(_Event):
+    """Answer to ``OpenGroup``. ``size``: trajectories in the group."""
+
+    group: str
+    ordinal: int
+    task: str
+    size: int
+
+
+class TaskOrderExhausted(_Event):
+    """Answer to ``OpenGroup`` when no task is left: no further group will be opened."""
+
+
+class TrajectoryOpened(_Event):
+    """A trajectory exists and will ask for turns. ``attempt`` > 0: a replacement for a failed one."""
+
+    trajectory: str
+    group: str
+    index: int
+    attempt: int
+
+
+class TurnRequested(_Event):
+    """A trajectory is ready to generate. ``prompt_tokens``: whole context; ``shared_prefix``: its leading
+    tokens common to the group. ``resumed``: tokens of this turn already generated before an abort."""
+
+    trajectory: str
+    turn: int
+    prompt_tokens: int
+    shared_prefix: int
+    max_tokens: int
+    resumed: int = 0
+
+
+class TurnDispatched(_Event):
+    """The turn's request left for the worker, which generated with ``version`` at that moment."""
+
+    trajectory: str
+    turn: int
+    worker: str
+    version: int
+
+
+class TokensGenerated(_Event):
+    trajectory: str
+    turn: int
+    count: int
+
+
+class TurnFinished(_Event):
+    """``stop`` is ABORT after a ``Preempt``; the turn is then requested again with ``resumed``."""
+
+    trajectory: str
+    turn: int
+    generated: int
+    cached_tokens: int
+    stop: StopReason
+
+
+class ToolStarted(_Event):
+    trajectory: str
+    turn: int
+
+
+class ToolFinished(_Event):
+    trajectory: str
+    turn: int
+    observation_tokens: int
+    exit_code: int | None
+
+
+class VerificationStarted(_Event):
+    trajectory: str
+
+
+class VerificationFinished(_Event):
+    trajectory: str
+    reward: float
+
+
+class TrajectoryFinished(_Event):
+    """The trajectory is on disk with its verdict and may train."""
+
+    trajectory: str
+
+
+class TrajectoryFailed(_Event):
+    """Infrastructure failure or cancellation: it will not train. (A policy failure *finishes*.)
+    ``replaced``: a replacement with the same index follows; without one its group shrinks by it."""
+
+    trajectory: str
+    kind: FailureKind
+    reason: str
+    replaced: bool
+
+
+class GroupClosed(_Event):
+    """The group left without being trained (all of it failed, or zero variance was refilled)."""
+
+    group: str
+    reason: str
+
+
+# --- sandboxes ----------------------------------------------------------------------------------------
+class SandboxReady(_Event):
+    trajectory: str
+
+
+class SandboxDenied(_Event):
+    trajectory: str
+    retry_after_s: float
+
+
+class SandboxPaused(_Event):
+    trajectory: str
+
+
+Event = (
+    Tick
+    | WorkerUp
+    | WorkerDown
+    | WorkerMeasured
+    | WorkerAcknowledged
+    | VersionPublished
+    | BatchTrained
+    | GroupOpened
+    | TaskOrderExhausted
+    | TrajectoryOpened
+    | TurnRequested
+    | TurnDispatched
+    | TokensGenerated
+    | TurnFinished
+    | ToolStarted
+    | ToolFinished
+    | VerificationStarted
+    | VerificationFinished
+    | TrajectoryFinished
+    | TrajectoryFailed
+    | GroupClosed
+    | SandboxReady
+    | SandboxDenied
+    | SandboxPaused
+)
