@@ -15,12 +15,12 @@ class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
-class Tick(_Event):
+class Tick(_Event, frozen=True):
     """Time passed; lets grace periods, ageing and holds expire."""
 
 
 # --- engine workers -----------------------------------------------------------------------------
-class WorkerUp(_Event):
+class WorkerUp(_Event, frozen=True):
     """A worker serves. ``kv_capacity``: tokens. ``slots``: sequences it decodes at once."""
 
     worker: str
@@ -29,20 +29,20 @@ class WorkerUp(_Event):
     version: int
 
 
-class WorkerDown(_Event):
+class WorkerDown(_Event, frozen=True):
     """A worker is gone; its running turns come back as ``TurnRequested`` again."""
 
     worker: str
 
 
-class WorkerMeasured(_Event):
+class WorkerMeasured(_Event, frozen=True):
     worker: str
     running: int
     waiting: int
     kv_used: int
 
 
-class WorkerAcknowledged(_Event):
+class WorkerAcknowledged(_Event, frozen=True):
     """The worker now generates with ``version``."""
 
     worker: str
@@ -50,20 +50,20 @@ class WorkerAcknowledged(_Event):
 
 
 # --- versions and batches -------------------------------------------------------------------------
-class VersionPublished(_Event):
+class VersionPublished(_Event, frozen=True):
     """The weights of ``version`` are current: the batch that produced it is no longer outstanding."""
 
     version: int
 
 
-class BatchTrained(_Event):
+class BatchTrained(_Event, frozen=True):
     """The optimizer step of the batch that trained ``version`` is over; ``version + 1`` will be published."""
 
     version: int
 
 
 # --- groups and trajectories ------------------------------------------------------------------------
-class GroupOpened(_Event):
+class GroupOpened(_Event, frozen=True):
     """Answer to ``OpenGroup``. ``size``: trajectories in the group."""
 
     group: str
@@ -72,11 +72,11 @@ class GroupOpened(_Event):
     size: int
 
 
-class TaskOrderExhausted(_Event):
+class TaskOrderExhausted(_Event, frozen=True):
     """Answer to ``OpenGroup`` when no task is left: no further group will be opened."""
 
 
-class TrajectoryOpened(_Event):
+class TrajectoryOpened(_Event, frozen=True):
     """A trajectory exists and will ask for turns. ``attempt`` > 0: a replacement for a failed one."""
 
     trajectory: str
@@ -85,7 +85,7 @@ class TrajectoryOpened(_Event):
     attempt: int
 
 
-class TurnRequested(_Event):
+class TurnRequested(_Event, frozen=True):
     """A trajectory is ready to generate. ``prompt_tokens``: whole context; ``shared_prefix``: its leading
     tokens common to the group. ``resumed``: tokens of this turn already generated before an abort."""
 
@@ -97,7 +97,7 @@ class TurnRequested(_Event):
     resumed: int = 0
 
 
-class TurnDispatched(_Event):
+class TurnDispatched(_Event, frozen=True):
     """The turn's request left for the worker, which generated with ``version`` at that moment."""
 
     trajectory: str
@@ -106,13 +106,13 @@ class TurnDispatched(_Event):
     version: int
 
 
-class TokensGenerated(_Event):
+class TokensGenerated(_Event, frozen=True):
     trajectory: str
     turn: int
     count: int
 
 
-class TurnFinished(_Event):
+class TurnFinished(_Event, frozen=True):
     """``stop`` is ABORT after a ``Preempt``; the turn is then requested again with ``resumed``."""
 
     trajectory: str
@@ -122,34 +122,34 @@ class TurnFinished(_Event):
     stop: StopReason
 
 
-class ToolStarted(_Event):
+class ToolStarted(_Event, frozen=True):
     trajectory: str
     turn: int
 
 
-class ToolFinished(_Event):
+class ToolFinished(_Event, frozen=True):
     trajectory: str
     turn: int
     observation_tokens: int
     exit_code: int | None
 
 
-class VerificationStarted(_Event):
+class VerificationStarted(_Event, frozen=True):
     trajectory: str
 
 
-class VerificationFinished(_Event):
+class VerificationFinished(_Event, frozen=True):
     trajectory: str
     reward: float
 
 
-class TrajectoryFinished(_Event):
+class TrajectoryFinished(_Event, frozen=True):
     """The trajectory is on disk with its verdict and may train."""
 
     trajectory: str
 
 
-class TrajectoryFailed(_Event):
+class TrajectoryFailed(_Event, frozen=True):
     """Infrastructure failure or cancellation: it will not train. (A policy failure *finishes*.)
     ``replaced``: a replacement with the same index follows; without one its group shrinks by it."""
 
@@ -159,7 +159,7 @@ class TrajectoryFailed(_Event):
     replaced: bool
 
 
-class GroupClosed(_Event):
+class GroupClosed(_Event, frozen=True):
     """The group left without being trained (all of it failed, or zero variance was refilled)."""
 
     group: str
@@ -167,16 +167,16 @@ class GroupClosed(_Event):
 
 
 # --- sandboxes ----------------------------------------------------------------------------------------
-class SandboxReady(_Event):
+class SandboxReady(_Event, frozen=True):
     trajectory: str
 
 
-class SandboxDenied(_Event):
+class SandboxDenied(_Event, frozen=True):
     trajectory: str
     retry_after_s: float
 
 
-class SandboxPaused(_Event):
+class SandboxPaused(_Event, frozen=True):
     trajectory: str
 
 
