@@ -1,0 +1,183 @@
+"""Where the pure scheduler meets the running program.
+
+Owns: the one place that calls ``Scheduler.handle``; the queue that makes it safe to report an event from
+inside an action; the routing of actions to their executors; the periodic ``Tick``; the measurement of how
+long the run waits on coordinator code.
+
+Must not know: engines, sandboxes, the store. Executors are synchronous and short: what takes time they
+start as a supervised task and answer later with an event.
+
+Guarantees: events reach the scheduler one at a time, in the order they were reported, with a clock that
+never goes back; the actions of an event are executed before the next event is handled; a fault of the
+scheduler or of an executor ends the run with its original cause and is never lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from venusrl.scheduling.actions import Action, Dispatch
+from venusrl.scheduling.events import Event, Tick, TrajectoryFailed, TurnDispatched, TurnRequested
+
+Executor = Callable[[Any], None]
+
+
+class SchedulerLike(Protocol):
+    """What the host needs of a scheduler."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+
+class CriticalPath:
+    """Seconds that trajectories and batches waited on coordinator code, pure.
+
+    A turn waits from the report of the event that made the scheduler dispatch it until its request left
+    for the engine. ``busy_s`` is the union over all trajectories (an upper bound: with many trajectories in
+    flight a waiting turn rarely delays a step); ``take`` gives one trajectory's own sum, so that the run
+    charges each step with the wait of the trajectory that finished last.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[str, float] = {}
+        self._waited: dict[str, float] = {}
+        self._busy_since = 0.0
+        self.busy_s = 0.0
+        self.turns = 0
+
+    def ready(self, trajectory: str, at: float) -> None:
+        if not self._ready:
+            self._busy_since = at
+        self._ready.setdefault(trajectory, at)
+
+    def dispatched(self, trajectory: str, at: float) -> None:
+        since = self._ready.pop(trajectory, None)
+        if since is None:
+            return
+        self.turns += 1
+        self._waited[trajectory] = self._waited.get(trajectory, 0.0) + at - since
+        self._close_busy(at)
+
+    def forget(self, trajectory: str, at: float) -> None:
+        """The trajectory will never be dispatched (cancelled, failed)."""
+        if self._ready.pop(trajectory, None) is not None:
+            self._close_busy(at)
+
+    def take(self, trajectory: str) -> float:
+        return self._waited.pop(trajectory, 0.0)
+
+    def _close_busy(self, at: float) -> None:
+        if not self._ready:
+            self.busy_s += at - self._busy_since
+
+
+class HostStats(msgspec.Struct, frozen=True):
+    """Cumulative figures of the coordinator itself, for one look at its cost."""
+
+    events: int
+    handle_s: float
+    cpu_s: float
+    busy_s: float
+    loop_lag_mean_s: float
+    loop_lag_max_s: float
+
+
+class SchedulerHost:
+    """Feeds events to the scheduler and its actions to their executors (see the module's guarantees)."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.critical = CriticalPath()
+        self.now = now
+        self._on_failure = on_failure
+        self._executors: dict[type, Executor] = {}
+        self._queue: deque[tuple[Event, float]] = deque()
+        self._handling = False
+        self._closed = False
+        self._events = 0
+        self._handle_s = 0.0
+        self._cpu_at_start = time.process_time()
+        self._lags = (0, 0.0, 0.0)
+
+    def route(self, kind: type, executor: Executor) -> None:
+        """Execute actions of ``kind`` with ``executor``. An action without an executor is a fault."""
+        self._executors[kind] = executor
+
+    def notify(self, event: Event) -> None:
+        """Report an event; returns after it and everything it set off was handled (unless nested)."""
+        if self._closed:
+            return
+        self._queue.append((event, self.now()))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._queue and not self._closed:
+                self._handle(*self._queue.popleft())
+        except Exception as error:  # noqa: BLE001 - any fault here ends the run with this very cause
+            self.close()
+            self._on_failure(error)
+        finally:
+            self._handling = False
+
+    def close(self) -> None:
+        """Hand on no event any more: the run is over, what still arrives has no meaning."""
+        self._closed = True
+        self._queue.clear()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def tick(self, every_s: float = 0.25) -> None:
+        """Report time, and measure how late the event loop runs. Runs until cancelled."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(every_s)
+            lag = max(0.0, time.monotonic() - before - every_s)
+            count, total, worst = self._lags
+            self._lags = (count + 1, total + lag, max(worst, lag))
+            self.notify(Tick())
+
+    def stats(self) -> HostStats:
+        count, total, worst = self._lags
+        return HostStats(
+            events=self._events,
+            handle_s=self._handle_s,
+            cpu_s=time.process_time() - self._cpu_at_start,
+            busy_s=self.critical.busy_s,
+            loop_lag_mean_s=total / count if count else 0.0,
+            loop_lag_max_s=worst,
+        )
+
+    def _handle(self, event: Event, reported_at: float) -> None:
+        self._observe(event)
+        begun = time.perf_counter()
+        actions = self.scheduler.handle(event, self.now())
+        self._handle_s += time.perf_counter() - begun
+        self._events += 1
+        for action in actions:
+            if isinstance(action, Dispatch):
+                self.critical.ready(action.trajectory, reported_at)
+            executor = self._executors.get(type(action))
+            if executor is None:
+                raise LookupError(f"no executor for {type(action).__name__} ({action.reason})")
+            executor(action)
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, TurnDispatched):
+            self.critical.dispatched(event.trajectory, self.now())
+        elif isinstance(event, TurnRequested | TrajectoryFailed):
+            # Requested again (its worker died before the request left), or never to be dispatched.
+            self.critical.forget(event.trajectory, self.now())
