@@ -1,0 +1,1 @@
+"""What people and programs see of a run: events, scalars, live view, plots, summary. Knows ``types`` only."""
