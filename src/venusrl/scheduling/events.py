@@ -42,6 +42,13 @@ class WorkerMeasured(_Event, frozen=True):
     kv_used: int
 
 
+class WorkerDraining(_Event, frozen=True):
+    """New weights wait for the worker's running turns to end: it takes no further turn until it
+    acknowledges a version (or comes up again). A turn may go to another worker meanwhile."""
+
+    worker: str
+
+
 class WorkerAcknowledged(_Event, frozen=True):
     """The worker now generates with ``version``."""
 
@@ -185,6 +192,7 @@ Event = (
     | WorkerUp
     | WorkerDown
     | WorkerMeasured
+    | WorkerDraining
     | WorkerAcknowledged
     | VersionPublished
     | BatchTrained
