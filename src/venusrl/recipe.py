@@ -126,8 +126,9 @@ class TrainingSection(_Section):
     normalize_std: bool = True
     loss: Literal["grpo", "decoupled"] = "grpo"
     importance_cap: float = Field(2.0, gt=0, description="Truncation of pi_prox / pi_behaviour (decoupled only)")
-    threads: int = Field(1, ge=1)
-    cpus: tuple[int, ...] = ()
+    ranks: int = Field(1, ge=1, description="Trainer processes; more than one shards the model (FSDP2)")
+    threads: int = Field(1, ge=1, description="CPU threads of one trainer process")
+    cpus: tuple[int, ...] = Field((), description="Pin the trainer to these CPUs; empty = not pinned")
     checkpoint_every: int = Field(1, ge=1)
     keep_checkpoints: int = Field(3, ge=1)
     shuffle_rewards: bool = Field(False, description="Control: permute rewards inside each batch")
