@@ -7,19 +7,24 @@ recipe and applies ``--set a.b=v`` overrides.
 Must not know: torch, transformers, any process. Imports in milliseconds.
 
 Guarantees: a ``Recipe`` that loads is one the run can carry out as written: an option that is not
-supported is an error here, never a silent no-op.
+supported is an error here, never a silent no-op; an option that has no effect beside the others is a warning
+(``warnings``). Types are strict: ``steps = "5"`` and ``steps = true`` are faults.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import tomllib
+from collections.abc import Iterator
 from decimal import Decimal
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 
 class RecipeError(Exception):
@@ -37,7 +42,7 @@ ExactDecimal = Annotated[Decimal, BeforeValidator(_exact_decimal)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelSection(_Section):
@@ -58,7 +63,7 @@ class TasksSection(_Section):
 
 
 class RolloutSection(_Section):
-    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    engine: Literal["embedded", "vllm"] = "embedded"
     workers: int = Field(1, ge=1)
     urls: tuple[str, ...] = Field((), description="Engines already running elsewhere; empty = start them here")
     kv_capacity_tokens: int = Field(65536, ge=256, description="KV cache of one worker, tokens")
@@ -71,15 +76,38 @@ class RolloutSection(_Section):
     cpus: tuple[int, ...] = Field((), description="Pin the embedded workers to these CPUs; empty = not pinned")
     weight_update: Literal["drain", "turn_boundary", "in_flight"] = "in_flight"
     weight_sync_timeout_s: float = Field(120.0, gt=0)
-    turn_timeout_s: float = Field(300.0, gt=0)
+    turn_timeout_s: float = Field(
+        300.0, gt=0, description="Longest stay of one turn at an engine before it is asked again"
+    )
+    turn_reissues: int = Field(4, ge=0, description="Times a turn is asked again after its engine was lost or failed")
     restarts: int = Field(8, ge=0, description="Restarts of dead workers a run allows")
 
 
+DEFAULT_SYSTEM_PROMPT = """\
+You work in a Linux shell to solve the user's task. The working directory is /work. Answer every time with one short \
+thought and exactly one command in a fence:
+
+```sh
+COMMAND
+```
+
+The command may span lines. It runs in a fresh shell, so `cd` and variables do not last; files do. It has no terminal, no \
+input and no network, and is stopped when it runs too long. The next message shows its output; a last line \
+"[exit code N]" means that it failed. Look before you change anything, and check what you changed. Only the files you \
+leave behind count. When the task is done, answer with this and nothing more:
+
+```sh
+submit
+```"""
+
+
 class AgentSection(_Section):
+    system_prompt: str = Field(DEFAULT_SYSTEM_PROMPT, description="First message of every conversation; empty = none")
     max_turns: int = Field(6, ge=1)
     max_turn_tokens: int = Field(128, ge=1)
     max_output_tokens: int = Field(512, ge=1, description="Generated tokens of one trajectory")
-    max_time_s: float = Field(300.0, gt=0)
+    max_time_s: float = Field(300.0, gt=0, description="The agent's own time: its commands and its turns at an engine")
+    deadline_s: float = Field(3600.0, gt=0, description="A whole episode with every wait; past it, it is replaced")
     observation_bytes: int = Field(4096, ge=64, description="Longer observations are cut in the middle, visibly")
 
 
@@ -92,6 +120,7 @@ class SandboxSection(_Section):
     output_bytes: int = Field(65536, ge=256)
     command_timeout_s: float = Field(20.0, gt=0)
     concurrent_commands: int = Field(8, ge=1)
+    wait_s: float = Field(600.0, gt=0, description="Longest wait of an episode for a sandbox while the node is full")
     max_sandboxes: int = Field(256, ge=1)
 
 
@@ -167,8 +196,8 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Recipe:
-        for fault in _conflicts(self):
-            raise ValueError(fault)
+        if faults := _conflicts(self):
+            raise ValueError("\n".join(faults))
         return self
 
 
@@ -183,13 +212,47 @@ def _conflicts(recipe: Recipe) -> list[str]:
         faults.append('schedule.async_factor = 0 is strictly on-policy: set rollout.weight_update = "drain"')
     if agent.max_turn_tokens > agent.max_output_tokens:
         faults.append("agent.max_turn_tokens is larger than agent.max_output_tokens")
+    if agent.deadline_s <= agent.max_time_s:
+        faults.append("agent.deadline_s must be larger than agent.max_time_s: it also covers waiting and verification")
     if agent.max_output_tokens >= rollout.context_tokens:
         faults.append("agent.max_output_tokens must be smaller than rollout.context_tokens")
     if rollout.engine == "embedded" and rollout.context_tokens > rollout.kv_capacity_tokens:
         faults.append("rollout.context_tokens does not fit in rollout.kv_capacity_tokens")
+    if rollout.urls and rollout.workers not in (1, len(rollout.urls)):
+        faults.append(f"rollout.workers = {rollout.workers}, but rollout.urls names {len(rollout.urls)}: omit workers")
     if training.warmup_steps > training.steps:
         faults.append("training.warmup_steps is larger than training.steps")
+    if not all(0 <= beta < 1 for beta in training.betas):
+        faults.append("training.betas must lie in [0, 1)")
+    tasks, wanted = recipe.tasks, recipe.evaluation.tasks
+    if tasks.source.startswith("builtin:") and wanted > tasks.held_out_count:
+        faults.append(f"evaluation.tasks = {wanted} is more than tasks.held_out_count = {tasks.held_out_count}")
     return faults
+
+
+def warnings(recipe: Recipe) -> list[str]:
+    """Options that are set but have no effect beside the others; the run is the same without them."""
+    schedule, rollout, training = recipe.schedule, recipe.rollout, recipe.training
+    found = []
+    if training.loss != "decoupled" and _changed(training, "importance_cap"):
+        found.append('training.importance_cap has an effect only with training.loss = "decoupled"')
+    if schedule.deadline != "drop" and _changed(schedule, "drop_grace_s"):
+        found.append('schedule.drop_grace_s has an effect only with schedule.deadline = "drop"')
+    if rollout.engine != "embedded" or rollout.urls:
+        found += [
+            f"rollout.{key} has an effect only on embedded workers started here"
+            for key in ("threads", "cpus")
+            if _changed(rollout, key)
+        ]
+    if training.learning_rate == 0:
+        found.append("training.learning_rate = 0: nothing will be learned (a control)")
+    if training.shuffle_rewards:
+        found.append("training.shuffle_rewards: rewards are permuted, nothing will be learned (a control)")
+    return found
+
+
+def _changed(section: _Section, key: str) -> bool:
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 def shipped() -> list[str]:
@@ -212,10 +275,57 @@ def load(source: str, overrides: list[str] | None = None) -> Recipe:
 def resolve(table: dict[str, Any]) -> Recipe:
     """Check a table. Raises RecipeError with every fault."""
     try:
-        return Recipe.model_validate(table)
+        # Through JSON, where strict types still take an array for a tuple.
+        return Recipe.model_validate_json(json.dumps(table, default=str), strict=True)
     except ValidationError as error:
-        faults = (f"  {'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
+        faults = (f"  {line}" for e in error.errors() for line in _explain(e))
         raise RecipeError("the recipe is not valid:\n" + "\n".join(faults)) from None
+
+
+def _explain(error: ErrorDetails) -> Iterator[str]:
+    """One line a fault: the key, what is wrong with it, and its mend where there is one."""
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(error["loc"][-1]), _keys(error["loc"][:-1]), n=1)
+        yield f"{key}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
+    elif error["type"] == "missing":
+        yield f"{key}: is required"
+    elif not key:
+        yield from str(error["ctx"]["error"]).splitlines() if "ctx" in error else [error["msg"]]
+    else:
+        given = error["input"]
+        shown = f" (it is {given!r})" if isinstance(given, str | int | float | bool) else ""
+        yield f"{key}: {error['msg'][:1].lower()}{error['msg'][1:]}{shown}"
+
+
+def _keys(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in location:
+        field = model.model_fields.get(str(part))
+        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+            return []
+        model = field.annotation
+    return list(model.model_fields)
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The resolved recipe as TOML, every option written out; ``load`` reads the same recipe back."""
+    blocks = []
+    for section, value in recipe:
+        lines = [f"{key} = {_toml(item)}" for key, item in value if item is not None]
+        blocks.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which JSON leaves bare.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -223,7 +333,7 @@ def _read(source: str) -> dict[str, Any]:
     if path.suffix == ".toml" or path.exists():
         if not path.is_file():
             raise RecipeError(f"there is no recipe file {source}; shipped recipes: {', '.join(shipped())}")
-        text = path.read_text()
+        text = _text(path)
     elif source in shipped():
         text = (resources.files("venusrl") / "recipes" / f"{source}.toml").read_text()
     else:
@@ -232,6 +342,13 @@ def _read(source: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{source} is not TOML: {error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from None
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
