@@ -18,7 +18,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,7 +35,10 @@ def _exact_decimal(value: object) -> Decimal:
     # A TOML 1.1 arrives as a binary float; its shortest repr is what the author wrote.
     if isinstance(value, bool):
         raise ValueError("must be a number")  # noqa: TRY004 - pydantic wants ValueError
-    return Decimal(str(value))
+    try:
+        return Decimal(str(value))
+    except InvalidOperation:
+        raise ValueError("must be a number") from None
 
 
 ExactDecimal = Annotated[Decimal, BeforeValidator(_exact_decimal)]
@@ -295,7 +298,8 @@ def _explain(error: ErrorDetails) -> Iterator[str]:
     else:
         given = error["input"]
         shown = f" (it is {given!r})" if isinstance(given, str | int | float | bool) else ""
-        yield f"{key}: {error['msg'][:1].lower()}{error['msg'][1:]}{shown}"
+        message = error["msg"].removeprefix("Value error, ")
+        yield f"{key}: {message[:1].lower()}{message[1:]}{shown}"
 
 
 def _keys(location: tuple[int | str, ...]) -> list[str]:
