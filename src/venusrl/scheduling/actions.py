@@ -15,7 +15,11 @@ class _Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class OpenGroup(_Action, frozen=True):
-    """Open the next group of the task order, or reissue the task of a dropped group."""
+    """Open the next group of the task order, or reissue the task of a dropped group.
+
+    Each one is answered by one ``GroupOpened`` (naming the same ``reissue_of``) followed by its
+    ``TrajectoryOpened``, or by ``TaskOrderExhausted``.
+    """
 
     reissue_of: str | None = None
 
@@ -70,18 +74,35 @@ class ReleaseKV(_Action, frozen=True):
 
 
 class CancelTrajectory(_Action, frozen=True):
+    """The trajectory, running or finished, will never train: stop it, discard it, count it under ``reason``.
+
+    The scheduler has already forgotten its group, so the answer (``TrajectoryFailed``) changes nothing and no
+    replacement is wanted. Reasons: ``stale`` (its staleness bound can no longer be met), ``deadline`` (its group
+    was dropped for holding up a batch), ``group_closed``, ``group_too_small`` (too few siblings are left).
+    """
+
     trajectory: str
 
 
 class FormBatch(_Action, frozen=True):
-    """Train ``groups`` (exactly B of them, in this order) from weight version ``version``."""
+    """Train ``groups`` (in this order) from weight version ``version``.
+
+    Exactly B of them, but for the last batch of an exhausted task order when the config allows a short one.
+    """
 
     version: int
     groups: tuple[str, ...]
 
 
+class FinishRun(_Action, frozen=True):
+    """Nothing more will train: end cleanly. ``reason``: ``max_steps`` (the last batch is trained) or
+    ``task_order_exhausted`` (what is left cannot fill a batch; it is discarded). Emitted once."""
+
+
 class FailRun(_Action, frozen=True):
-    """The run cannot go on; ``reason`` says why."""
+    """The run cannot go on; ``reason`` is a stable code, ``detail`` the causes. Emitted once."""
+
+    detail: str = ""
 
 
 Action = (
@@ -96,5 +117,6 @@ Action = (
     | ReleaseKV
     | CancelTrajectory
     | FormBatch
+    | FinishRun
     | FailRun
 )

@@ -63,6 +63,13 @@ class VersionPublished(_Event, frozen=True):
     version: int
 
 
+class BatchFormed(_Event, frozen=True):
+    """Recovery only: ``FormBatch`` was carried out before a crash; these groups belong to that batch."""
+
+    version: int
+    groups: tuple[str, ...]
+
+
 class BatchTrained(_Event, frozen=True):
     """The optimizer step of the batch that trained ``version`` is over; ``version + 1`` will be published."""
 
@@ -71,12 +78,13 @@ class BatchTrained(_Event, frozen=True):
 
 # --- groups and trajectories ------------------------------------------------------------------------
 class GroupOpened(_Event, frozen=True):
-    """Answer to ``OpenGroup``. ``size``: trajectories in the group."""
+    """Answer to ``OpenGroup``. ``size``: trajectories in the group; ``reissue_of``: as asked."""
 
     group: str
     ordinal: int
     task: str
     size: int
+    reissue_of: str | None = None
 
 
 class TaskOrderExhausted(_Event, frozen=True):
@@ -167,7 +175,9 @@ class TrajectoryFailed(_Event, frozen=True):
 
 
 class GroupClosed(_Event, frozen=True):
-    """The group left without being trained (all of it failed, or zero variance was refilled)."""
+    """The group left without being trained: too many of it failed, or it had zero variance and is refilled
+    (``reason = "zero_variance"``, then reported *instead of* its last ``TrajectoryFinished``, and only while
+    ``Scheduler.refills_left`` > 0: a complete group may enter a batch at once). A fresh group follows."""
 
     group: str
     reason: str
@@ -195,6 +205,7 @@ Event = (
     | WorkerDraining
     | WorkerAcknowledged
     | VersionPublished
+    | BatchFormed
     | BatchTrained
     | GroupOpened
     | TaskOrderExhausted
