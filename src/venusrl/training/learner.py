@@ -11,7 +11,6 @@ step whose gradient is not finite raises before it touches the weights. Every ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,23 +22,11 @@ from venusrl.training.errors import TrainingError
 from venusrl.training.grpo import Objective, Sampling, token_losses
 from venusrl.training.measures import Measures
 from venusrl.training.models import Scorer, gather, load_whole_state, place_like, shard, whole_state
+from venusrl.training.world import World
 from venusrl.types import Batch
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """Gathered AdamW state by parameter name."""
-
-
-@dataclass(frozen=True)
-class World:
-    """This process's place among the trainer's ranks."""
-
-    rank: int = 0
-    size: int = 1
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
-
-    @property
-    def sharded(self) -> bool:
-        return self.size > 1
 
 
 class Learner:
@@ -68,9 +55,10 @@ class Learner:
         )
 
     def _placed(self, scorer: Scorer) -> Scorer:
-        scorer.to(self._world.device)
         if self._world.sharded:
-            shard(scorer, self._world.device)
+            shard(scorer, self._world.device)  # moves block by block, so the whole never has to fit on one device
+        else:
+            scorer.to(self._world.device)
         return scorer
 
     def learning_rate(self, version: int) -> float:
