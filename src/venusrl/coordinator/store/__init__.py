@@ -12,3 +12,46 @@ store.form_batch(version, group_ids); store.batch_for(version)
 store.mark_trained(report)                             # idempotent
 state = store.recover(); faults = store.check_invariants()
 """
+
+from venusrl.coordinator.store.records import (
+    BatchRecord,
+    BatchState,
+    EvaluationKey,
+    EvaluationRecord,
+    EvaluationSample,
+    FinishedTrajectory,
+    GroupState,
+    OpenedGroup,
+    OpenedTrajectory,
+    RecoveredGroup,
+    RecoveredState,
+    RunIdentity,
+    RunTotals,
+    TrainedReport,
+    TrajectoryState,
+    Vacancy,
+    VersionRecord,
+)
+from venusrl.coordinator.store.store import RunStore, sampled_tokens
+
+__all__ = [
+    "BatchRecord",
+    "BatchState",
+    "EvaluationKey",
+    "EvaluationRecord",
+    "EvaluationSample",
+    "FinishedTrajectory",
+    "GroupState",
+    "OpenedGroup",
+    "OpenedTrajectory",
+    "RecoveredGroup",
+    "RecoveredState",
+    "RunIdentity",
+    "RunStore",
+    "RunTotals",
+    "TrainedReport",
+    "TrajectoryState",
+    "Vacancy",
+    "VersionRecord",
+    "sampled_tokens",
+]

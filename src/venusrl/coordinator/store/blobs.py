@@ -1,0 +1,125 @@
+"""Append-only files of compressed records.
+
+Owns: ``blobs/NNNNNN.seg``. Must not know: what a record means, the database.
+
+Guarantees: ``append`` returns after the bytes are on the disk; a reference stays valid for ever; a write that
+fails or is cut short by a crash harms no earlier record and is never referred to; ``read`` returns exactly what
+was appended or raises. Each process writes segments of its own, so nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from venusrl.coordinator.errors import StoreCorrupt, StoreError, StoreFull
+
+SEGMENT_BYTES = 256 << 20
+"""A segment is left for the next one once it is this long: keeps files easy to copy and prune."""
+
+_LEVEL = 3
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class BlobRef(msgspec.Struct, frozen=True):
+    segment: int
+    offset: int
+    length: int
+    checksum: int
+
+
+def pack(raw: bytes) -> bytes:
+    """Compress a record. Apart from ``append`` so that it can run outside the store's lock."""
+    packed: bytes = zstandard.compress(raw, _LEVEL)
+    return packed
+
+
+class BlobFiles:
+    """The segments of one run directory. Not thread-safe for ``append``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor = -1
+        self._segment = 0
+        self._end = 0
+
+    def append(self, packed: bytes) -> BlobRef:
+        """Raises StoreFull when there is no room."""
+        with _translated(self._folder):
+            if self._descriptor < 0 or self._end >= SEGMENT_BYTES:
+                self._next_segment()
+            offset = self._end
+            try:
+                _write_all(self._descriptor, packed, offset)
+                os.fdatasync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, offset)  # hands back what a partial write took
+                raise
+            self._end = offset + len(packed)
+        return BlobRef(self._segment, offset, len(packed), zlib.crc32(packed))
+
+    def read(self, ref: BlobRef) -> bytes:
+        """The record as it was before ``pack``. Raises StoreCorrupt."""
+        path = self._path(ref.segment)
+        try:
+            with path.open("rb", buffering=0) as file:
+                packed = os.pread(file.fileno(), ref.length, ref.offset)
+        except OSError as error:
+            raise StoreCorrupt(f"{path} cannot be read: {error.strerror}") from error
+        if len(packed) != ref.length or zlib.crc32(packed) != ref.checksum:
+            raise StoreCorrupt(f"{path} does not hold what was written at byte {ref.offset} (damaged or cut file)")
+        raw: bytes = zstandard.decompress(packed)
+        return raw
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _next_segment(self) -> None:
+        self.close()
+        self._folder.mkdir(exist_ok=True)
+        newest = max((int(f.stem) for f in self._folder.glob("*.seg")), default=0)
+        descriptor = os.open(self._path(newest + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._descriptor, self._segment, self._end = descriptor, newest + 1, 0
+        _sync_directory(self._folder)
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{segment:06d}.seg"
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _sync_directory(folder: Path) -> None:
+    # A new file survives a power cut only once its directory is on the disk as well.
+    for path in (folder, folder.parent):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise StoreFull(
+                f"no room to write {folder} ({error.strerror}): free some space, then resume; nothing finished is lost"
+            ) from error
+        raise StoreError(f"{folder} cannot be written: {error.strerror}") from error
