@@ -94,8 +94,8 @@ thought and exactly one command in a fence:
 COMMAND
 ```
 
-The command may span lines. It runs in a fresh shell, so `cd` and variables do not last; files do. It has no terminal, no \
-input and no network, and is stopped when it runs too long. The next message shows its output; a last line \
+The command may span lines. It runs in a fresh shell, so `cd` and variables do not last; files do. It has no terminal, \
+no input and no network, and is stopped when it runs too long. The next message shows its output; a last line \
 "[exit code N]" means that it failed. Look before you change anything, and check what you changed. Only the files you \
 leave behind count. When the task is done, answer with this and nothing more:
 
@@ -227,7 +227,14 @@ def _conflicts(recipe: Recipe) -> list[str]:
         faults.append("training.warmup_steps is larger than training.steps")
     if not all(0 <= beta < 1 for beta in training.betas):
         faults.append("training.betas must lie in [0, 1)")
-    tasks, wanted = recipe.tasks, recipe.evaluation.tasks
+    tasks, evaluation = recipe.tasks, recipe.evaluation
+    evaluates = evaluation.at_start or evaluation.at_end or evaluation.every > 0
+    if evaluates and tasks.held_out is None and not tasks.source.startswith("builtin:"):
+        faults.append(
+            "tasks.held_out is needed to evaluate: name a folder of tasks, or set evaluation.at_start = false,"
+        )
+        faults.append("  evaluation.at_end = false and evaluation.every = 0")
+    wanted = evaluation.tasks
     if tasks.source.startswith("builtin:") and wanted > tasks.held_out_count:
         faults.append(f"evaluation.tasks = {wanted} is more than tasks.held_out_count = {tasks.held_out_count}")
     return faults
