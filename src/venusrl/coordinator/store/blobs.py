@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,23 +37,24 @@ class BlobRef(msgspec.Struct, frozen=True):
 
 
 def pack(raw: bytes) -> bytes:
-    """Compress a record. Apart from ``append`` so that it can run outside the store's lock."""
+    """Compress a record. Apart from ``append``, so that it runs outside of any lock."""
     packed: bytes = zstandard.compress(raw, _LEVEL)
     return packed
 
 
 class BlobFiles:
-    """The segments of one run directory. Not thread-safe for ``append``."""
+    """The segments of one run directory. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
         self._descriptor = -1
         self._segment = 0
         self._end = 0
 
     def append(self, packed: bytes) -> BlobRef:
         """Raises StoreFull when there is no room."""
-        with _translated(self._folder):
+        with self._lock, _translated(self._folder):
             if self._descriptor < 0 or self._end >= SEGMENT_BYTES:
                 self._next_segment()
             offset = self._end
@@ -80,12 +82,16 @@ class BlobFiles:
 
     def close(self) -> None:
         """Idempotent."""
+        with self._lock:
+            self._leave_segment()
+
+    def _leave_segment(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _next_segment(self) -> None:
-        self.close()
+        self._leave_segment()
         self._folder.mkdir(exist_ok=True)
         newest = max((int(f.stem) for f in self._folder.glob("*.seg")), default=0)
         descriptor = os.open(self._path(newest + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
