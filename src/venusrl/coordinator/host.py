@@ -102,6 +102,7 @@ class SchedulerHost:
         self.now = now
         self._on_failure = on_failure
         self._executors: dict[type, Executor] = {}
+        self._observers: list[Callable[[Event], None]] = []
         self._queue: deque[tuple[Event, float]] = deque()
         self._handling = False
         self._closed = False
@@ -113,6 +114,10 @@ class SchedulerHost:
     def route(self, kind: type, executor: Executor) -> None:
         """Execute actions of ``kind`` with ``executor``. An action without an executor is a fault."""
         self._executors[kind] = executor
+
+    def tap(self, observer: Callable[[Event], None]) -> None:
+        """Show every event to ``observer``, before the scheduler decides on it."""
+        self._observers.append(observer)
 
     def notify(self, event: Event) -> None:
         """Report an event; returns after it and everything it set off was handled (unless nested)."""
@@ -163,6 +168,8 @@ class SchedulerHost:
 
     def _handle(self, event: Event, reported_at: float) -> None:
         self._observe(event)
+        for observer in self._observers:
+            observer(event)
         begun = time.perf_counter()
         actions = self.scheduler.handle(event, self.now())
         self._handle_s += time.perf_counter() - begun
