@@ -230,10 +230,7 @@ def _conflicts(recipe: Recipe) -> list[str]:
     tasks, evaluation = recipe.tasks, recipe.evaluation
     evaluates = evaluation.at_start or evaluation.at_end or evaluation.every > 0
     if evaluates and tasks.held_out is None and not tasks.source.startswith("builtin:"):
-        faults.append(
-            "tasks.held_out is needed to evaluate: name a folder of tasks, or set evaluation.at_start = false,"
-        )
-        faults.append("  evaluation.at_end = false and evaluation.every = 0")
+        faults.append("tasks.held_out is needed to evaluate; without it set evaluation.at_start and at_end to false")
     wanted = evaluation.tasks
     if tasks.source.startswith("builtin:") and wanted > tasks.held_out_count:
         faults.append(f"evaluation.tasks = {wanted} is more than tasks.held_out_count = {tasks.held_out_count}")
