@@ -2,17 +2,18 @@
 
 Owns: the kinds of session and their shares. Pure: everything comes from the ``random.Random`` handed in.
 
-What it never holds: a faulty module, or the sentence that the demo's RL tasks use ("its tests fail"). Modules here are
-sound: what their docstrings say is what they do. A session either is told the exact edit (it learns to read, to
-copy and to edit), or is asked vaguely to work on a function and makes an arbitrary valid edit (it learns what edits look like, not
-which one mends anything). Which edit makes failing tests pass is left for reinforcement learning to find out.
+What it never holds: a faulty module, or the sentence that the demo's RL tasks use ("its tests fail"). Modules here
+are sound: what their docstrings say is what they do. A session either is told the exact edit (it learns to read, to
+copy and to edit), or is asked vaguely to work on a function and makes an arbitrary valid edit (it learns what edits
+look like, not which one mends anything). Which edit makes failing tests pass is left for reinforcement learning to
+find out.
 """
 
 from __future__ import annotations
 
 import random
 
-from venusrl.tasks.repair import code
+from venusrl.tasks.repair import code, words
 from venusrl.types import Message
 
 VAGUE_REASONS = (
@@ -52,7 +53,7 @@ def _session(instruction: str, *steps: tuple[str, str]) -> list[Message]:
 
 def _edit(rng: random.Random, vague: bool) -> list[Message]:
     shape = rng.choice(tuple(code.SHAPES))
-    module, start = code.build(rng, shape, code.NOUNS, rng.choice((0, 1, 1)))
+    module, start = code.build(rng, shape, words.NOUNS, rng.choice((0, 1, 1)))
     subject = next(f for f in module.functions if f.name == module.function)
     offset, old, new = rng.choice(subject.sites)
     file = f"{module.name}.py"
@@ -65,8 +66,8 @@ def _edit(rng: random.Random, vague: bool) -> list[Message]:
 
 
 def _copy(rng: random.Random) -> list[Message]:
-    words = rng.sample(code.NOUNS, rng.randrange(3, 9))
-    file = f"{rng.choice(code.MODULES)}.txt"
+    words = rng.sample(words.NOUNS, rng.randrange(3, 9))
+    file = f"{rng.choice(words.MODULES)}.txt"
     which = rng.randrange(4)
     if which == 0:
         index, place = rng.choice(((0, "first"), (len(words) - 1, "last"), (1, "second")))
@@ -75,7 +76,9 @@ def _copy(rng: random.Random) -> list[Message]:
     if which == 1:
         line = rng.randrange(len(words))
         instruction = f"Write line {line + 1} of {file} to out.txt."
-        return _session(instruction, (f"cat -n {file}", numbered("\n".join(words))), (f"echo {words[line]} > out.txt", ""))
+        return _session(
+            instruction, (f"cat -n {file}", numbered("\n".join(words))), (f"echo {words[line]} > out.txt", "")
+        )
     if which == 2:
         line = rng.randrange(len(words))
         instruction = f"On which line of {file} is {words[line]}? Write it to out.txt."
