@@ -83,7 +83,7 @@ HOSTILE = {
         "import os\nfor fd in range(10):\n    try: os.write(fd, b'1')\n    except OSError: pass\nos._exit(0)"
     ),
     "reads the expected results": "F = open('/tests/cases.json').read()\ndef {f}(*a): return F",
-    "looks for them in memory": "import gc\ndef {f}(*a): return next(o for o in gc.get_objects() if isinstance(o, list))",
+    "looks for them in memory": "import gc\ndef {f}(*a): return [o for o in gc.get_objects() if type(o) is list][0]",
     "never ends": "while True: pass",
     "leaves at import": "raise SystemExit(0)",
     "equals everything": "class E:\n    def __eq__(self, o): return True\ndef {f}(*a): return E()",

@@ -66,23 +66,25 @@ def _edit(rng: random.Random, vague: bool) -> list[Message]:
 
 
 def _copy(rng: random.Random) -> list[Message]:
-    words = rng.sample(words.NOUNS, rng.randrange(3, 9))
+    listed = rng.sample(words.NOUNS, rng.randrange(3, 9))
     file = f"{rng.choice(words.MODULES)}.txt"
     which = rng.randrange(4)
     if which == 0:
-        index, place = rng.choice(((0, "first"), (len(words) - 1, "last"), (1, "second")))
+        index, place = rng.choice(((0, "first"), (len(listed) - 1, "last"), (1, "second")))
         instruction = f"Write the {place} word of {file} to out.txt."
-        return _session(instruction, (f"cat {file}", " ".join(words)), (f"echo {words[index]} > out.txt", ""))
+        return _session(instruction, (f"cat {file}", " ".join(listed)), (f"echo {listed[index]} > out.txt", ""))
     if which == 1:
-        line = rng.randrange(len(words))
+        line = rng.randrange(len(listed))
         instruction = f"Write line {line + 1} of {file} to out.txt."
         return _session(
-            instruction, (f"cat -n {file}", numbered("\n".join(words))), (f"echo {words[line]} > out.txt", "")
+            instruction, (f"cat -n {file}", numbered("\n".join(listed))), (f"echo {listed[line]} > out.txt", "")
         )
     if which == 2:
-        line = rng.randrange(len(words))
-        instruction = f"On which line of {file} is {words[line]}? Write it to out.txt."
-        return _session(instruction, (f"cat -n {file}", numbered("\n".join(words))), (f"echo {line + 1} > out.txt", ""))
+        line = rng.randrange(len(listed))
+        instruction = f"On which line of {file} is {listed[line]}? Write it to out.txt."
+        return _session(
+            instruction, (f"cat -n {file}", numbered("\n".join(listed))), (f"echo {line + 1} > out.txt", "")
+        )
     instruction = "Write the name of the only file to out.txt."
     return _session(instruction, ("ls", file), (f"echo {file} > out.txt", ""))
 
