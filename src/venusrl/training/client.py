@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.message import Message
 from typing import TypeVar
 
 import msgspec
@@ -138,15 +139,15 @@ class TrainerClient:
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _answer(status: int, body: bytes, headers: http.client.HTTPMessage) -> _Answer:
+def _answer(status: int, body: bytes, headers: Message) -> _Answer:
     return _Answer(status, body, {name.lower(): value for name, value in headers.items()})
 
 
 def _decode(answer: _Answer, kind: type[_T]) -> _T:
     as_json = answer.headers.get("content-type", "").startswith("application/json")
     try:
-        return (
-            msgspec.json.decode(answer.body, type=kind) if as_json else msgspec.msgpack.decode(answer.body, type=kind)
-        )
+        if as_json:
+            return msgspec.json.decode(answer.body, type=kind)
+        return msgspec.msgpack.decode(answer.body, type=kind)
     except msgspec.MsgspecError as error:
         raise ApiError(f"the coordinator's answer is not a {kind.__name__}: {error}") from error

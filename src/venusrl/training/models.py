@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,7 +64,7 @@ def load_model(path: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
     model.eval()
     _check_scoring(model, path)

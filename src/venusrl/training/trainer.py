@@ -215,11 +215,11 @@ def out_of_memory_named() -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        text = str(error)
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            if "can't allocate memory" not in text and "out of memory" not in text:
-                raise
-        raise OutOfMemory(f"out of memory; lower training.micro_batch_tokens ({text.splitlines()[0][:200]})") from error
+        cause = str(error).partition("\n")[0][:200]
+        typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not typed and "can't allocate memory" not in cause and "out of memory" not in cause:
+            raise
+        raise OutOfMemory(f"out of memory; lower training.micro_batch_tokens ({cause})") from error
 
 
 def read_recipe(run_dir: Path) -> Recipe:

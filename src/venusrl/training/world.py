@@ -87,6 +87,4 @@ def _pin(cpus: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
         allowed = sorted(os.sched_getaffinity(0))
-        raise TrainingError(
-            f"training.cpus = {list(cpus)} cannot be used here (allowed: {allowed}): {error}"
-        ) from error
+        raise TrainingError(f"training.cpus = {list(cpus)} cannot be used here (allowed: {allowed})") from error
