@@ -56,6 +56,8 @@ class SchedulerSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     states: dict[str, int]
     """Outstanding groups by state: waiting, running, complete, training."""
     groups: list[GroupView]
+    trajectories: dict[str, int]
+    """Unfinished trajectories by what they do: starting, held, generating, tool, verifying; and finished ones."""
     workers: list[WorkerView]
     holds: dict[str, int]
     """Held turns by reason."""
