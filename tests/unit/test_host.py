@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from venusrl.coordinator.host import CriticalPath, SchedulerHost
 from venusrl.scheduling.actions import Action, Dispatch, FormBatch, OpenGroup
 from venusrl.scheduling.events import Event, GroupOpened, Tick, TurnDispatched, TurnRequested
@@ -17,6 +19,9 @@ class Recording:
     def handle(self, event: Event, now: float) -> list[Action]:
         self.seen.append((event, now))
         return self.answers.pop(type(event), [])
+
+    def restore(self, events: Iterable[Event], now: float) -> list[Action]:
+        return [action for event in events for action in self.handle(event, now)]
 
 
 class Hands:
@@ -49,6 +54,14 @@ def test_an_event_reported_from_an_action_is_handled_after_all_actions_of_the_fi
     assert log == ["open, 1 handled", "form, 1 handled"]
     assert [type(event) for event, _ in scheduler.seen] == [Tick, GroupOpened]
     assert failures == []
+
+
+def test_what_an_earlier_session_did_is_told_at_once_and_acted_on() -> None:
+    scheduler = Recording({Tick: [OpenGroup("window")]})
+    host = SchedulerHost(scheduler, now=Hands(), on_failure=lambda error: None)
+    host.route(OpenGroup, lambda action: host.notify(opened("g1")))
+    host.restore([opened("g0"), Tick()])
+    assert [getattr(event, "group", "tick") for event, _ in scheduler.seen] == ["g0", "tick", "g1"]
 
 
 def test_a_fault_ends_the_run_with_its_own_cause_and_nothing_is_handled_after_it() -> None:

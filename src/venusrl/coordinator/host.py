@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -32,6 +32,8 @@ class SchedulerLike(Protocol):
     """What the host needs of a scheduler."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
+
+    def restore(self, events: Iterable[Event], now: float) -> list[Action]: ...
 
 
 class CriticalPath:
@@ -124,10 +126,18 @@ class SchedulerHost:
         if self._closed:
             return
         self._queue.append((event, self.now()))
-        if self._handling:
-            return
+        if not self._handling:
+            self._drain()
+
+    def restore(self, events: Iterable[Event]) -> None:
+        """Tell the scheduler what happened in an earlier session, then carry out what follows from it."""
+        self._drain(lambda: self.scheduler.restore(events, self.now()))
+
+    def _drain(self, first: Callable[[], list[Action]] | None = None) -> None:
         self._handling = True
         try:
+            if first is not None:
+                self._execute(first(), self.now())
             while self._queue and not self._closed:
                 self._handle(*self._queue.popleft())
         except Exception as error:  # noqa: BLE001 - any fault here ends the run with this very cause
@@ -174,6 +184,9 @@ class SchedulerHost:
         actions = self.scheduler.handle(event, self.now())
         self._handle_s += time.perf_counter() - begun
         self._events += 1
+        self._execute(actions, reported_at)
+
+    def _execute(self, actions: list[Action], reported_at: float) -> None:
         for action in actions:
             if isinstance(action, Dispatch):
                 self.critical.ready(action.trajectory, reported_at)
