@@ -184,7 +184,7 @@ class Gateway:
             try:
                 await self._generate_all(flight, progress)
                 answer = flight.recorder.commit()
-            except BaseException as error:
+            except BaseException as error:  # counted whatever it was, and raised again
                 flight.recorder.drop(_reason(error, flight))
                 raise
             flight.turn += 1
