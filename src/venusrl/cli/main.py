@@ -15,11 +15,10 @@ import traceback
 from importlib import metadata
 from typing import Annotated
 
-import click
 import typer
 
 from venusrl.cli import demo_policy, doctor, engine, runs, tasks, train
-from venusrl.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, CommandError, print_json, stderr
+from venusrl.cli.output import EXIT_FAILED, EXIT_USAGE, CommandError, print_json, stderr
 
 app = typer.Typer(
     name="venusrl",
@@ -57,23 +56,11 @@ def _options(
 def main() -> None:
     """Entry point: run the command, turn a known failure into one message and an exit code."""
     try:
-        code = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        code = EXIT_INTERRUPTED
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output left (``| head``): not a failure of ours, and nobody is there to be told.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_FAILED
-    except Exception as error:
+        app()  # leaves through SystemExit; wrong usage, Ctrl-C and a closed pipe are dealt with inside
+    except Exception as error:  # the boundary: what is not known is raised again, a fault of ours
         if not isinstance(error, _known_failures()):
             raise
-        code = _report(error)
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(_report(error))
 
 
 def _known_failures() -> tuple[type[Exception], ...]:
@@ -114,3 +101,7 @@ def _report(error: Exception) -> int:
     console.print("error: ", style="bold red", end="", soft_wrap=True)
     console.print("\n".join([str(error), *notes]), markup=False, soft_wrap=True)
     return EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    main()
