@@ -33,10 +33,10 @@ env: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	@python=; for name in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
-	  if "$$name" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	  if "$$name" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then echo "Python 3.11 or newer with venv is needed (Debian: apt install python3-venv)" >&2; exit 1; fi; \
-	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV)
+	[ -x $(BIN)/pip ] || "$$python" -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --editable '.[dev]'
 	@touch $@
