@@ -20,18 +20,15 @@ Guarantees:
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from venusrl.coordinator.errors import StoreConflict, StoreExists, StoreMissing, TasksChanged
-from venusrl.coordinator.store import database, evaluations, identity, invariants, lock, queries
+from venusrl.coordinator.store import database, evaluations, identity, invariants, lock, queries, rows
 from venusrl.coordinator.store.blobs import BlobFiles, BlobRef, pack
 from venusrl.coordinator.store.database import Database
 from venusrl.coordinator.store.order import TaskOrder
@@ -143,7 +140,7 @@ class RunStore:
         changed |= {"recipe": identity.encode(recipe), "recipe_hash": identity.fingerprint(recipe)}
         self._bound = recipe.schedule.staleness_bound
         with self._db.write(durable=True) as db:
-            _set_meta(db, changed)
+            rows.set_meta(db, changed)
 
     def _meta(self) -> dict[str, str]:
         with self._db.read() as db:
@@ -158,9 +155,9 @@ class RunStore:
             recorded = [row[0] for row in db.execute("SELECT id FROM tasks ORDER BY id")]
             if not recorded:
                 db.executemany("INSERT INTO tasks (id) VALUES (?)", [(task,) for task in order.task_ids])
-                _set_meta(db, wanted)
+                rows.set_meta(db, wanted)
             elif recorded != order.task_ids or not wanted.items() <= queries.meta(db).items():
-                raise TasksChanged(_task_difference(recorded, order.task_ids))
+                raise TasksChanged(rows.task_difference(recorded, order.task_ids))
         self._order = order
 
     # --- groups -------------------------------------------------------------------------------------
@@ -179,12 +176,12 @@ class RunStore:
                     return None
                 group = f"g{ordinal:06d}"
             else:
-                ordinal, task, group = _reissued(db, reissue_of)
+                ordinal, task, group = rows.reissued(db, reissue_of)
             db.execute(
                 "INSERT INTO groups (id, ordinal, task_id, size, state, reissue_of) VALUES (?, ?, ?, ?, 'open', ?)",
                 (group, ordinal, task, size, reissue_of),
             )
-            members = tuple(_open_trajectory(db, group, index, 0) for index in range(size))
+            members = tuple(rows.open_trajectory(db, group, index, 0) for index in range(size))
         return OpenedGroup(id=group, ordinal=ordinal, task_id=task, trajectories=members)
 
     def complete_group(self, group_id: str) -> int:
@@ -193,7 +190,7 @@ class RunStore:
         Every place must be finished or given up, and at least one finished.
         """
         with self._db.write() as db:
-            _expect(db, "groups", group_id, {"open"})
+            rows.expect(db, "groups", group_id, {"open"})
             if unsettled := queries.unsettled_places(db, group_id):
                 raise StoreConflict(f"group {group_id} is not complete: places {unsettled} are not settled")
             start = queries.group_start(db, group_id)
@@ -205,7 +202,7 @@ class RunStore:
     def close_group(self, group_id: str, reason: str) -> None:
         """Take the group out of the run without training it. Its running members are cancelled for ``reason``."""
         with self._db.write() as db:
-            _expect(db, "groups", group_id, {"open", "complete"})
+            rows.expect(db, "groups", group_id, {"open", "complete"})
             db.execute("UPDATE groups SET state = 'closed', reason = ? WHERE id = ?", (reason, group_id))
             db.execute(
                 "UPDATE trajectories SET state = 'failed', failure_kind = ?, failure_reason = ?, failure_message = '' "
@@ -252,7 +249,7 @@ class RunStore:
     def replace_trajectory(self, group_id: str, index: int) -> OpenedTrajectory:
         """Open the next attempt at a vacant place."""
         with self._db.write() as db:
-            _expect(db, "groups", group_id, {"open"})
+            rows.expect(db, "groups", group_id, {"open"})
             row = db.execute(
                 "SELECT id, attempt FROM trajectories WHERE group_id = ? AND place = ? AND vacant = 1",
                 (group_id, index),
@@ -260,12 +257,12 @@ class RunStore:
             if row is None:
                 raise StoreConflict(f"place {index} of group {group_id} is not vacant")
             db.execute("UPDATE trajectories SET vacant = 0 WHERE id = ?", (row[0],))
-            return _open_trajectory(db, group_id, index, row[1] + 1)
+            return rows.open_trajectory(db, group_id, index, row[1] + 1)
 
     def give_up_place(self, group_id: str, index: int) -> None:
         """Leave a vacant place empty: the group goes on without it."""
         with self._db.write() as db:
-            _expect(db, "groups", group_id, {"open"})
+            rows.expect(db, "groups", group_id, {"open"})
             db.execute("UPDATE trajectories SET vacant = 0 WHERE group_id = ? AND place = ?", (group_id, index))
 
     def trajectory(self, trajectory_id: str) -> Trajectory | None:
@@ -286,7 +283,7 @@ class RunStore:
     ) -> None:
         ref = self._keep(trajectory_id, content) if content is not None else None
         with self._db.write() as db:
-            _expect(db, "trajectories", trajectory_id, {"running"})
+            rows.expect(db, "trajectories", trajectory_id, {"running"})
             db.execute(
                 "UPDATE trajectories SET state = ?, vacant = ?, tokens = coalesce(?, tokens), "
                 "start_version = coalesce(?, start_version), reward = ?, end_reason = ?, failure_kind = ?, "
@@ -310,7 +307,7 @@ class RunStore:
     def _keep(self, trajectory_id: str, content: Trajectory) -> BlobRef:
         # Outside the transaction: waiting for the disk must not hold up those who only write a row.
         with self._db.read() as db:
-            row = _expect(db, "trajectories", trajectory_id, {"running"})
+            row = rows.expect(db, "trajectories", trajectory_id, {"running"})
         if (content.id, content.group_id, content.index) != (trajectory_id, row["group_id"], row["place"]):
             raise StoreConflict(f"trajectory {trajectory_id} was handed the content of {content.id}")
         return self._blobs.append(pack(msgspec.msgpack.encode(content)))
@@ -325,7 +322,7 @@ class RunStore:
                 raise StoreConflict(f"the next batch trains version {expected}, not {version}")
             db.execute("INSERT INTO batches (id, version, state) VALUES (?, ?, 'formed')", (batch, version))
             for position, group in enumerate(group_ids):
-                start = _expect(db, "groups", group, {"complete"})["start_version"]
+                start = rows.expect(db, "groups", group, {"complete"})["start_version"]
                 if not 0 <= version - start <= self._bound:
                     raise StoreConflict(f"group {group} started at {start}: too stale for version {version}")
                 db.execute(
@@ -359,7 +356,7 @@ class RunStore:
         Saying it again is allowed, also with another path or after a trainer went back to an older checkpoint.
         """
         with self._db.write(durable=True) as db:
-            state = _expect(db, "batches", report.batch_id, {"formed", "trained", "closed"})
+            state = rows.expect(db, "batches", report.batch_id, {"formed", "trained", "closed"})
             if state["version"] != report.version - 1:
                 raise StoreConflict(
                     f"batch {report.batch_id} leads to version {state['version'] + 1}, not {report.version}"
@@ -369,7 +366,7 @@ class RunStore:
                     raise StoreConflict(f"version {state['version']} is not trained yet; version {report.version} is")
                 db.execute("UPDATE batches SET state = 'trained' WHERE id = ?", (report.batch_id,))
                 db.execute("UPDATE groups SET state = 'trained' WHERE batch_id = ?", (report.batch_id,))
-            _put_version(db, report.version, report.model_path, report.checkpointed, report.metrics)
+            rows.put_version(db, report.version, report.model_path, report.checkpointed, report.metrics)
             if report.checkpointed:
                 db.execute("UPDATE batches SET state = 'closed' WHERE version < ?", (report.version,))
         return bool(state["state"] == "formed")
@@ -379,7 +376,7 @@ class RunStore:
         with self._db.write(durable=True) as db:
             if version > (queries.current_version(db) if queries.versions(db) else 0):
                 raise StoreConflict(f"version {version} was not trained")
-            _put_version(db, version, model_path, checkpointed, {})
+            rows.put_version(db, version, model_path, checkpointed, {})
 
     def current_version(self) -> int:
         with self._db.read() as db:
@@ -472,56 +469,3 @@ class RunStore:
 def sampled_tokens(trajectory: Trajectory) -> int:
     """Tokens the policy sampled, hence those that training on it would use."""
     return sum(sum(segment.loss_mask) for segment in trajectory.segments)
-
-
-def _expect(db: sqlite3.Connection, table: str, key: str, states: set[str]) -> dict[str, Any]:
-    row = db.execute(f"SELECT * FROM {table} WHERE id = ?", (key,)).fetchone()
-    if row is None:
-        raise StoreConflict(f"there is no {key} among the {table}")
-    if row["state"] not in states:
-        raise StoreConflict(f"{key} is {row['state']}, not {' or '.join(sorted(states))}")
-    return dict(row)
-
-
-def _open_trajectory(db: sqlite3.Connection, group: str, index: int, attempt: int) -> OpenedTrajectory:
-    opened = OpenedTrajectory(id=f"{group}.{index}.{attempt}", group_id=group, index=index, attempt=attempt)
-    db.execute(
-        "INSERT INTO trajectories (id, group_id, place, attempt, state) VALUES (?, ?, ?, ?, 'running')",
-        (opened.id, group, index, attempt),
-    )
-    return opened
-
-
-def _reissued(db: sqlite3.Connection, group_id: str) -> tuple[int, str, str]:
-    closed = _expect(db, "groups", group_id, {"closed"})
-    times = db.execute("SELECT count(*) FROM groups WHERE ordinal = ?", (closed["ordinal"],)).fetchone()[0]
-    return closed["ordinal"], closed["task_id"], f"g{closed['ordinal']:06d}r{times}"
-
-
-def _put_version(
-    db: sqlite3.Connection, version: int, model_path: str, checkpointed: bool, metrics: dict[str, float]
-) -> None:
-    db.execute(
-        "INSERT INTO versions (version, model_path, checkpointed, metrics) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT (version) DO UPDATE SET model_path = excluded.model_path, "
-        "metrics = iif(excluded.metrics = '{}', metrics, excluded.metrics), "
-        "checkpointed = max(checkpointed, excluded.checkpointed)",
-        (version, model_path, checkpointed, json.dumps(metrics)),
-    )
-
-
-def _set_meta(db: sqlite3.Connection, values: dict[str, str]) -> None:
-    db.executemany(
-        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-        values.items(),
-    )
-
-
-def _task_difference(recorded: list[str], given: list[str]) -> str:
-    missing, added = sorted(set(recorded) - set(given)), sorted(set(given) - set(recorded))
-    what = "; ".join(
-        f"{word} {len(ids)} ({', '.join(ids[:3])}{'...' if len(ids) > 3 else ''})"
-        for word, ids in (("missing", missing), ("new", added))
-        if ids
-    )
-    return f"a run goes on with the tasks it was started with: {what or 'their order was seeded otherwise'}"
