@@ -1,7 +1,7 @@
 """A tokenizer and chat template made in a moment, for tests of agents and recorders.
 
 Owns: ``toy_chat``. Must not know: models. Guarantees: every text survives encoding and decoding; merges cross
-word and line borders, so that a tokenization that depends on where a text was cut shows.
+words and run over several line ends, so that a tokenization that depends on where a text was cut shows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from venusrl.rollout.chat import ChatTokenizer
 
@@ -35,7 +35,9 @@ _TEXT = (
 def toy_tokenizer() -> Tokenizer:
     """Byte-level BPE with a few dozen merges."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    lines = pre_tokenizers.Split(Regex(r"\n+|[^\n]+"), behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
