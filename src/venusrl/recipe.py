@@ -175,7 +175,10 @@ class EvaluationSection(_Section):
     tasks: int = Field(100, ge=1)
     samples: int = Field(1, ge=1, description="Sampled attempts a task")
     greedy: bool = True
-    slots: int = Field(32, ge=1)
+    slots: int = Field(32, ge=1, description="Attempts at a time on one engine")
+    urls: tuple[str, ...] = Field(
+        (), max_length=1, description="With rollout.urls: the engine elsewhere that evaluates beside the training"
+    )
 
 
 class RunSection(_Section):
@@ -231,6 +234,10 @@ def _conflicts(recipe: Recipe) -> list[str]:
     evaluates = evaluation.at_start or evaluation.at_end or evaluation.every > 0
     if evaluates and tasks.held_out is None and not tasks.source.startswith("builtin:"):
         faults.append("tasks.held_out is needed to evaluate; without it set evaluation.at_start and at_end to false")
+    if rollout.urls and evaluates and not evaluation.urls:
+        faults.append("evaluation.urls must name an engine that evaluates: those of rollout.urls serve the training")
+    if evaluation.urls and not rollout.urls:
+        faults.append("evaluation.urls needs rollout.urls: without them the evaluation worker is started here")
     wanted = evaluation.tasks
     if tasks.source.startswith("builtin:") and wanted > tasks.held_out_count:
         faults.append(f"evaluation.tasks = {wanted} is more than tasks.held_out_count = {tasks.held_out_count}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from venusrl.coordinator.errors import StoreConflict
-from venusrl.coordinator.store import OpenedTrajectory, RunStore
+from venusrl.coordinator.store import OpenedTrajectory, RunStore, sampled_tokens
 from venusrl.scheduling.actions import CancelTrajectory, CreateSandbox, OpenGroup
 from venusrl.scheduling.events import (
     Event,
@@ -34,6 +35,8 @@ from venusrl.scheduling.events import (
     TrajectoryFailed,
     TrajectoryFinished,
     TrajectoryOpened,
+    TurnDispatched,
+    TurnFinished,
 )
 from venusrl.types import Failure, FailureKind, Task, Trajectory
 
@@ -42,8 +45,12 @@ _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 10.0
 
-Play = Callable[[OpenedTrajectory, Task], Awaitable[Trajectory]]
-"""One episode from its sandbox to its verdict. Whatever goes wrong inside is the trajectory's ``failure``."""
+DISCARDED = "tokens/discarded/"
+"""Prefix of a trajectory's metrics that count its discarded tokens by reason."""
+
+Play = Callable[[OpenedTrajectory, Task, "asyncio.Future[str]"], Awaitable[Trajectory]]
+"""One episode from its sandbox to its verdict. Whatever goes wrong inside is the trajectory's ``failure``.
+Setting the future to a reason ends it early, as cancelled for that reason."""
 
 
 class EpisodeSettings(msgspec.Struct, frozen=True):
@@ -85,6 +92,7 @@ class LiveGroup:
     running: dict[str, OpenedTrajectory] = field(default_factory=dict)
     finished: dict[str, Facts] = field(default_factory=dict)
     last_finished: str = ""
+    last_at: float = 0.0
     lost: int = 0
     failures: Counter[int] = field(default_factory=Counter)
 
@@ -122,7 +130,10 @@ class Episodes:
         self._on_event = on_event
         self._opened: dict[str, LiveGroup] = {}
         self._delays: dict[str, float] = {}
+        self._stops: dict[str, asyncio.Future[str]] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
+        self._progress: dict[str, tuple[int, int]] = {}
+        self._closing = False
         self.exhausted = False
 
     def adopt(self, group: LiveGroup) -> None:
@@ -134,6 +145,8 @@ class Episodes:
     # --- the scheduler's decisions ------------------------------------------------------------------------
     def open_group(self, action: OpenGroup) -> None:
         """Open the next group of the order, or say that there is none."""
+        if self._closing:
+            return
         opened = self._store.open_group(self._settings.group_size, reissue_of=action.reissue_of)
         if opened is None:
             self.exhausted = True
@@ -155,9 +168,10 @@ class Episodes:
     def create_sandbox(self, action: CreateSandbox) -> None:
         """Begin the episode."""
         group = self._opened.get(action.trajectory)
-        if group is None or action.trajectory in self._episodes:
+        if group is None or action.trajectory in self._episodes or self._closing:
             return
         opened = group.running[action.trajectory]
+        self._stops[opened.id] = asyncio.get_running_loop().create_future()
         episode = asyncio.create_task(self._run(group, opened), name=f"episode:{opened.id}")
         self._episodes[opened.id] = episode
         episode.add_done_callback(lambda done: self._ended(opened.id, done))
@@ -168,10 +182,20 @@ class Episodes:
         if group is not None and self.groups.pop(group.id, None) is not None:
             self._close(group, action.reason)
         self._opened.pop(action.trajectory, None)
-        self._cancel_turns(action.trajectory, action.reason)
-        episode = self._episodes.get(action.trajectory)
-        if episode is not None:
-            episode.cancel()
+        self._stop(action.trajectory, action.reason)
+
+    def observe(self, event: Event) -> None:
+        """Keep what a crash would lose countable: the version a trajectory started with, the tokens it cost."""
+        if isinstance(event, TurnDispatched) and event.trajectory in self._opened:
+            start, tokens = self._progress.get(event.trajectory, (event.version, 0))
+            self._progress[event.trajectory] = (start, tokens)
+            if not tokens:
+                self._store.record_progress(event.trajectory, start, tokens)
+        elif isinstance(event, TurnFinished) and event.trajectory in self._progress:
+            start, tokens = self._progress[event.trajectory]
+            self._progress[event.trajectory] = (start, tokens + event.generated)
+            if event.trajectory in self._opened:
+                self._store.record_progress(event.trajectory, start, tokens + event.generated)
 
     def take(self, group_id: str) -> LiveGroup | None:
         """The group enters a batch: forget it, and return what is known of it."""
@@ -183,14 +207,17 @@ class Episodes:
         return len(self._episodes)
 
     async def close(self, reason: str, timeout_s: float) -> list[str]:
-        """Cancel every episode; their places wait for a resumption. Returns the trajectories that did not stop."""
-        for trajectory in list(self._opened):
-            self._cancel_turns(trajectory, reason)
-        for episode in self._episodes.values():
-            episode.cancel()
+        """Stop every episode; their places wait for a resumption. Returns the episodes that did not let go in time."""
+        self._closing = True
+        episodes = list(self._episodes.values())
+        for trajectory in list(self._episodes):
+            self._stop(trajectory, reason)
         stuck: list[str] = []
-        if self._episodes:
-            _, pending = await asyncio.wait(list(self._episodes.values()), timeout=timeout_s)
+        if episodes:
+            _, pending = await asyncio.wait(episodes, timeout=timeout_s)
+            for episode in pending:
+                episode.cancel()
+            _, pending = await asyncio.wait(pending, timeout=timeout_s) if pending else (set(), set())
             stuck = [task.get_name() for task in pending]
         for trajectory in list(self._opened):
             # One that was being written at this very moment may have finished: then it counts.
@@ -200,19 +227,27 @@ class Episodes:
         return stuck
 
     async def _run(self, group: LiveGroup, opened: OpenedTrajectory) -> None:
+        stop = self._stops[opened.id]
         delay = self._delays.pop(opened.id, 0.0)
         if delay:
-            await asyncio.sleep(delay)
-        trajectory = await self._play(opened, group.task)
+            await asyncio.wait({stop}, timeout=delay)
+        trajectory = await self._play(opened, group.task, stop)
         if opened.id not in self._opened:
             return  # cancelled: its group is closed and counted
         if trajectory.trainable:
             await self._finish(group, opened, trajectory)
-        else:
+        elif not self._closing:
             self._fail(group, opened, trajectory)
 
+    def _stop(self, trajectory: str, reason: str) -> None:
+        self._cancel_turns(trajectory, reason)
+        stop = self._stops.get(trajectory)
+        if stop is not None and not stop.done():
+            stop.set_result(reason)
+
     def _ended(self, trajectory: str, episode: asyncio.Task[None]) -> None:
-        del self._episodes[trajectory]
+        del self._episodes[trajectory], self._stops[trajectory]
+        self._progress.pop(trajectory, None)
         if episode.cancelled():
             return
         error = episode.exception()
@@ -229,9 +264,10 @@ class Episodes:
             raise
         if self._opened.pop(opened.id, None) is None:
             return
+        self._count_discards(trajectory, None)
         del group.running[opened.id]
         group.finished[opened.id] = Facts.of(trajectory)
-        group.last_finished = opened.id
+        group.last_finished, group.last_at = opened.id, time.monotonic()
         if group.settled and not self._completed(group):
             return
         self._notify(TrajectoryFinished(opened.id))
@@ -243,6 +279,7 @@ class Episodes:
         group.failures[opened.index] += 1
         again = group.failures[opened.index] <= self._settings.retries
         self._store.fail_trajectory(opened.id, failure, vacant=again, transcript=trajectory)
+        self._count_discards(trajectory, failure)
         _log.warning("trajectory %s failed (%s): %s", opened.id, failure.reason, failure.message)
         self._on_event(
             "trajectory_failed",
@@ -261,6 +298,16 @@ class Episodes:
         elif group.settled and not self._completed(group):
             return
         self._notify(failed)
+
+    def _count_discards(self, trajectory: Trajectory, failure: Failure | None) -> None:
+        """Count the tokens that no segment holds; those of a failed trajectory's segments the store counts itself."""
+        for name, value in trajectory.metrics.items():
+            if name.startswith(DISCARDED):
+                reason, tokens = name.removeprefix(DISCARDED), int(value)
+                if failure is not None and reason == failure.reason:
+                    tokens -= sampled_tokens(trajectory)
+                if tokens > 0:
+                    self._store.discard(reason, tokens)
 
     # --- the end of a group ---------------------------------------------------------------------------------
     def _completed(self, group: LiveGroup) -> bool:

@@ -15,15 +15,23 @@ infrastructure is tried again a bounded number of times and then reported as fai
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
-from venusrl.coordinator.store.records import EvaluationSample
-from venusrl.rollout.engines.protocol import EngineClient, EngineLost
+from venusrl.coordinator.errors import CoordinatorError, RunFailed
+from venusrl.coordinator.publish import Weights
+from venusrl.coordinator.store import EvaluationRecord, EvaluationSample, RunStore
+from venusrl.coordinator.workers import Allowance, EngineStarter, RunningEngine
+from venusrl.rollout.engines.protocol import EngineClient, EngineError, EngineLost
 from venusrl.types import FailureKind, Trajectory
+
+_log = logging.getLogger(__name__)
 
 _LOST_PAUSE_S = 0.5
 _LOST_LIMIT = 6
@@ -53,7 +61,7 @@ def plan(task_ids: Sequence[str], *, samples: int, greedy: bool) -> list[Evaluat
 
 
 class Sweep:
-    """One evaluation of one version. ``run`` may be called again with other engines: it goes on."""
+    """One evaluation of one version. ``run`` may be called again, also at the same time, with other engines."""
 
     def __init__(
         self,
@@ -67,23 +75,26 @@ class Sweep:
         self.version = version
         self.total = len(items)
         self.results: dict[EvaluationItem, EvaluationSample] = {}
+        self.done = asyncio.Event()
         self.started_at = time.monotonic()
         self._todo: deque[tuple[EvaluationItem, int]] = deque((item, 0) for item in items)
         self._attempt = attempt
         self._retries = retries
         self._pause_s = pause_s
         self._lost: dict[str, int] = {}
+        if not items:
+            self.done.set()
 
     @property
     def finished(self) -> bool:
-        return len(self.results) == self.total
+        return self.done.is_set()
 
     def samples(self, mode: str) -> list[EvaluationSample]:
         return [sample for item, sample in self.results.items() if item.mode == mode]
 
     async def run(self, engines: Mapping[str, EngineClient], slots: int) -> None:
         """Play what is left with ``slots`` attempts at a time on each engine. Raises EngineLost when none is left."""
-        self._lost = dict.fromkeys(engines, 0)
+        self._lost |= dict.fromkeys(engines, 0)
         players = [
             asyncio.create_task(self._play(name, client), name=f"evaluate:{self.version}:{name}")
             for name, client in engines.items()
@@ -129,7 +140,12 @@ class Sweep:
             if failure and attempt < self._retries:
                 self._todo.append((item, attempt + 1))
             else:
-                self.results[item] = self._sample(item, trajectory, failure)
+                self._keep(item, self._sample(item, trajectory, failure))
+
+    def _keep(self, item: EvaluationItem, sample: EvaluationSample) -> None:
+        self.results[item] = sample
+        if len(self.results) == self.total:
+            self.done.set()
 
     def _failure(self, trajectory: Trajectory) -> str:
         """Why the attempt does not count; empty when it does."""
@@ -150,3 +166,169 @@ class Sweep:
             end=trajectory.end.value,
             failure=failure,
         )
+
+
+class EvaluationPlan(msgspec.Struct, frozen=True):
+    """What every evaluation of a run does. ``slots``: attempts at a time on one engine."""
+
+    task_ids: tuple[str, ...]
+    samples: int
+    greedy: bool
+    slots: int
+    retries: int
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return ("sampled", "greedy") if self.greedy else ("sampled",)
+
+
+class Evaluator:
+    """The evaluations of a run, oldest version first, on an engine of their own (see the module's guarantees)."""
+
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        *,
+        store: RunStore,
+        checkpoints: Path,
+        starter: EngineStarter,
+        allowance: Allowance,
+        attempt: Attempt,
+        weights: Callable[[int], Weights],
+        on_result: Callable[[EvaluationRecord, list[list[float]]], None],
+    ) -> None:
+        """``weights(version)`` says where a version is; ``on_result(record, rewards by task)`` tells of each mode."""
+        self._plan = plan
+        self._store = store
+        self._checkpoints = checkpoints
+        self._starter = starter
+        self._allowance = allowance
+        self._attempt = attempt
+        self._weights = weights
+        self._on_result = on_result
+        self._sweeps: dict[int, Sweep] = {}
+        self._asked = asyncio.Event()
+        self._engine: RunningEngine | None = None
+        self._loaded = -1
+
+    @property
+    def evaluating(self) -> int | None:
+        """The version that is being evaluated."""
+        return min(self._sweeps, default=None)
+
+    def request(self, version: int) -> None:
+        """Have ``version`` evaluated, unless it was; it is pinned on disk from now until its results are there."""
+        finished = {r.mode for r in self._store.evaluations() if r.version == version and r.finished}
+        modes = [mode for mode in self._plan.modes if mode not in finished]
+        if not modes or not self._plan.task_ids or version in self._sweeps:
+            return
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        self._mark(version).touch()
+        for mode in modes:
+            self._store.open_evaluation(version, mode)
+        items = plan(self._plan.task_ids, samples=self._plan.samples, greedy=self._plan.greedy)
+        items = [item for item in items if item.mode in modes]
+        self._sweeps[version] = Sweep(version, items, self._attempt, retries=self._plan.retries)
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Evaluate what is asked for, until cancelled."""
+        while True:
+            self._asked.clear()
+            await self._work_off()
+            await self._asked.wait()
+
+    async def finish(self, engines: Mapping[str, EngineClient], version: int) -> None:
+        """Evaluate all that is left; ``engines`` serve ``version`` and have nothing else to do."""
+        sweep = self._sweeps.get(version)
+        helper = asyncio.create_task(self._help(sweep, engines), name="evaluate:help") if sweep and engines else None
+        try:
+            await self._work_off()
+        finally:
+            if helper is not None:
+                helper.cancel()
+                await asyncio.gather(helper, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop the engine. What was not finished is asked for again when the run is resumed."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.stop()
+
+    async def _help(self, sweep: Sweep, engines: Mapping[str, EngineClient]) -> None:
+        with contextlib.suppress(EngineLost):  # our own engine goes on with what is left
+            await sweep.run(engines, self._plan.slots)
+
+    async def _work_off(self) -> None:
+        while self._sweeps:
+            version = min(self._sweeps)
+            sweep = self._sweeps[version]
+            while not sweep.finished:
+                await self._sweep_once(sweep)
+            self._record(sweep)
+            del self._sweeps[version]
+
+    async def _sweep_once(self, sweep: Sweep) -> None:
+        """Play on our own engine until the sweep is done (others may help) or the engine is lost."""
+        work = asyncio.create_task(self._play(sweep), name=f"evaluate:{sweep.version}")
+        done = asyncio.create_task(sweep.done.wait())
+        try:
+            await asyncio.wait({work, done}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        except RunFailed:
+            raise
+        except (EngineError, CoordinatorError) as error:
+            _log.warning("the evaluation worker is gone: %s", error)
+            await self.close()
+            if not sweep.finished:
+                self._allowance.spend("the evaluation worker", str(error))
+        finally:
+            for task in (work, done):
+                task.cancel()
+            await asyncio.gather(work, done, return_exceptions=True)
+
+    async def _play(self, sweep: Sweep) -> None:
+        engine = await self._pinned(sweep.version)
+        exit_ = asyncio.create_task(engine.wait_exit())
+        work = asyncio.create_task(sweep.run({"evaluation": engine.client}, self._plan.slots))
+        try:
+            await asyncio.wait({exit_, work}, return_when=asyncio.FIRST_COMPLETED)
+            if exit_.done() and not sweep.finished:
+                raise EngineLost(exit_.result())
+            work.result()
+        finally:
+            for task in (exit_, work):
+                task.cancel()
+            await asyncio.gather(exit_, work, return_exceptions=True)
+
+    async def _pinned(self, version: int) -> RunningEngine:
+        """Our engine, serving exactly ``version``."""
+        weights = self._weights(version)
+        if self._engine is None:
+            self._engine = await self._starter.start("evaluation", weights)
+        elif self._loaded != version:
+            client = self._engine.client
+            await client.pause()
+            await client.load_weights(str(weights.path), version)
+            await client.reset_prefix_cache()
+            await client.resume()
+        self._loaded = version
+        return self._engine
+
+    def _record(self, sweep: Sweep) -> None:
+        for mode in self._plan.modes:
+            samples = sweep.samples(mode)
+            if not samples:
+                continue
+            wall_s = time.monotonic() - sweep.started_at
+            record = self._store.finish_evaluation(sweep.version, mode, samples, wall_s=wall_s)
+            by_task: dict[str, list[float]] = {}
+            for sample in samples:
+                if sample.reward is not None:
+                    by_task.setdefault(sample.task_id, []).append(sample.reward)
+            self._on_result(record, list(by_task.values()))
+        self._mark(sweep.version).unlink(missing_ok=True)
+
+    def _mark(self, version: int) -> Path:
+        return self._checkpoints / f"v{version:06d}.keep"

@@ -1,29 +1,51 @@
 """One training run, from a recipe and a directory to trained weights.
 
-Owns: the assembly of a run (store, tasks, sandboxes, engine workers, gateway, trainer, evaluation), its
-life (until the last step is trained and evaluated, a stop is asked for, the time limit passes or nothing
-can go on) and its bounded teardown.
+Owns: the life of a run: what is opened in which order, until when it goes on (the last step trained and
+evaluated, a stop asked for, the time limit passed, nothing left to do), how it ends. ``assembly.py`` wires the parts.
 
-Must not know: how anything it assembles works inside; torch.
+Must not know: how anything it starts works inside; torch.
 
-Guarantees: what it started is gone when it returns, however it returns; a run that cannot go on raises
-``RunFailed`` with the original cause; a run that stopped can be resumed from its directory.
+Guarantees: what it started is gone when it returns, however it returns, and in bounded time; a run that cannot
+go on raises ``RunFailed`` (or the error of the part that failed) with the original cause; a run that did not finish
+can be resumed from its directory; every wait has a time limit or a reason that the status names.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from venusrl.recipe import Recipe
+from venusrl import models
+from venusrl.coordinator.assembly import Assembly, assemble
+from venusrl.coordinator.errors import ProcessError, RunFailed
+from venusrl.coordinator.processes import Command, SupervisedProcess
+from venusrl.coordinator.store import RunStore
+from venusrl.coordinator.supervisor import Supervisor
+from venusrl.observe.summary import write_summary
+from venusrl.recipe import Recipe, to_toml
+from venusrl.sandboxes.node import EmbeddedNode, NodeConfig
+from venusrl.tasks import TaskSets, load_tasks
+from venusrl.training.launch import convert_command
 
 if TYPE_CHECKING:
     from venusrl.observe.recorder import RunRecorder
     from venusrl.observe.status import Status
+
+_log = logging.getLogger(__name__)
+
+_STATUS_EVERY_S = 0.5
+_EPISODES_END_S = 45.0
+_TRAINER_ENDS_S = 120.0
+"""A step in progress is worth waiting for; a trainer that takes longer is stopped and loses it."""
+_SHUTDOWN_S = 30.0
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -54,7 +76,211 @@ async def run_training(
 ) -> RunSummary:
     """Train ``recipe`` in ``run_dir`` until it is done or ``stop`` is set (a clean finish: nothing is lost).
 
-    Raises RunFailed (with the original cause), RecipeError, TaskError, ModelError, SandboxError, StoreError.
+    Raises RunFailed (with the original cause), TaskError, ModelError, SandboxError, StoreError, TokenizerError.
     Cancelling it tears everything down at once; the run can be resumed all the same.
     """
-    raise RuntimeError("the run is not assembled yet")
+    begun = time.monotonic()
+    run_dir = Path(os.path.abspath(run_dir))
+    # A resumed recipe may name more steps; whatever else may change is the store's to judge.
+    with RunStore.open(run_dir, recipe, resume=resume) as store:
+        recorder.event("run_started", resumed=resume, version=store.current_version(), seed=recipe.run.seed)
+        try:
+            outcome, reason = await _run(recipe, store, recorder, on_status, stop or asyncio.Event(), begun)
+        except BaseException as error:
+            cause = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
+            recorder.event("run_finished", reason="failed", error=cause)
+            write_summary(run_dir)
+            raise
+        recorder.event("run_finished", reason=outcome, detail=reason)
+        return RunSummary(
+            outcome=outcome,
+            reason=reason,
+            run_dir=str(run_dir),
+            version=store.current_version(),
+            max_steps=recipe.training.steps,
+            wall_s=time.monotonic() - begun,
+            summary=write_summary(run_dir),
+        )
+
+
+async def _run(
+    recipe: Recipe,
+    store: RunStore,
+    recorder: RunRecorder,
+    on_status: Callable[[Status], None] | None,
+    stop: asyncio.Event,
+    begun: float,
+) -> tuple[str, str]:
+    """Open what a run needs, drive it, and give everything back."""
+    tasks = await asyncio.to_thread(load_tasks, recipe.tasks, store.run_dir / "tasks")
+    store.set_task_order([task.id for task in tasks.train], seed=recipe.run.seed, epochs=recipe.tasks.epochs)
+    write_recipe(recipe, store.run_dir)
+    model = await _model(recipe, store.run_dir / "logs")
+    async with _node(recipe, store.run_dir) as node:
+        supervisor = Supervisor(shutdown_s=_SHUTDOWN_S)
+        parts = assemble(recipe, store, recorder, supervisor, tasks, node, model)
+        drive = _Drive(recipe, parts, tasks, supervisor, stop, begun)
+        if on_status is not None:
+            supervisor.spawn("status", drive.show(on_status), endless=True)
+        try:
+            return await supervisor.run(drive.live())
+        finally:
+            await drive.close()
+
+
+class _Drive:
+    """The life of an assembled run."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        parts: Assembly,
+        tasks: TaskSets,
+        supervisor: Supervisor,
+        stop: asyncio.Event,
+        begun: float,
+    ) -> None:
+        self._recipe = recipe
+        self._parts = parts
+        self._tasks = tasks
+        self._supervisor = supervisor
+        self._stop = stop
+        self._begun = begun
+        self._phase = "starting"
+        self._workers: list[asyncio.Task[None]] = []
+        self._trainer: asyncio.Task[None] | None = None
+
+    async def live(self) -> tuple[str, str]:
+        """Until the run is over; returns how it ended."""
+        parts = self._parts
+        self._supervisor.spawn("faults", parts.faults.watch(), endless=True)
+        await parts.begin()
+        version = parts.store.current_version()
+        if version < self._recipe.training.steps:
+            self._start(version)
+            self._phase = "training"
+            outcome, reason = await self._until_over()
+        else:
+            outcome, reason = "finished", "every step was trained before"
+        await self._wind_down(outcome)
+        return outcome, reason
+
+    def _start(self, version: int) -> None:
+        parts, spawn = self._parts, self._supervisor.spawn
+        spawn("trainer API", parts.api.wait_failed())
+        spawn("tick", parts.host.tick(), endless=True)
+        self._trainer = spawn("trainer", self._train())
+        self._workers = [spawn(f"worker {name}", parts.pool.keep(name), endless=True) for name in parts.pool.workers]
+        parts.request_evaluations(version)
+        self._evaluation = spawn("evaluation", parts.evaluator.run(), endless=True)
+
+    async def _train(self) -> None:
+        """Keep the trainer running until the run is over. Raises RunFailed when it cannot be kept."""
+        end = await self._parts.trainer.keep_running(self._recipe.training.restarts)
+        if not self._parts.over:
+            raise RunFailed(f"the trainer left while the run goes on: {end}", reason="trainer_left")
+
+    async def _until_over(self) -> tuple[str, str]:
+        """Wait for the scheduler's word, a stop or the time limit."""
+        ended, stopped = (
+            asyncio.create_task(self._parts.ended.wait(), name="ended"),
+            asyncio.create_task(self._stop.wait(), name="stop"),
+        )
+        limit = self._recipe.run.time_limit_s
+        left = None if limit is None else max(0.0, limit - (time.monotonic() - self._begun))
+        try:
+            await asyncio.wait({ended, stopped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (ended, stopped):
+                task.cancel()
+        if self._parts.finish is not None:
+            reason = self._parts.finish.reason
+            return ("finished", "") if reason == "max_steps" else ("tasks_exhausted", reason)
+        if self._stop.is_set():
+            return "stopped", "asked to stop"
+        return "time_limit", f"run.time_limit_s = {limit:g} passed"
+
+    # --- the end ----------------------------------------------------------------------------------------------
+    async def _wind_down(self, outcome: str) -> None:
+        """Stop the training half first, then evaluate what is left with everything that serves."""
+        self._phase = "finishing"
+        parts = self._parts
+        parts.over = True
+        stuck = await parts.episodes.close("shutdown", _EPISODES_END_S)
+        if stuck:
+            _log.warning("episodes that did not let go: %s", ", ".join(stuck))
+        parts.api.finish(outcome)
+        if self._trainer is not None:
+            await self._end_trainer(self._trainer)
+        version = parts.store.current_version()
+        if outcome == "stopped":
+            return
+        if self._recipe.evaluation.at_end:
+            parts.evaluator.request(version)
+        if parts.evaluator.evaluating is not None:
+            self._phase = "evaluating"
+            await self._evaluate_the_rest(version)
+
+    async def _end_trainer(self, trainer: asyncio.Task[None]) -> None:
+        _, pending = await asyncio.wait({trainer}, timeout=_TRAINER_ENDS_S)
+        if pending:
+            _log.warning("the trainer did not end within %g s and is stopped", _TRAINER_ENDS_S)
+        await self._parts.trainer.stop()
+
+    async def _evaluate_the_rest(self, version: int) -> None:
+        parts = self._parts
+        if self._workers:
+            self._evaluation.cancel()
+            await asyncio.wait({self._evaluation})
+            await parts.publisher.wait_acknowledged(version, self._recipe.rollout.weight_sync_timeout_s)
+        ready = {n: c for n, c in parts.pool.serving.items() if parts.pool.versions.get(n) == version}
+        await parts.evaluator.finish(ready, version)
+
+    async def close(self) -> None:
+        """Give back what tasks alone do not: processes and connections. After the supervisor is done."""
+        self._parts.host.close()
+        await self._parts.close()
+
+    async def show(self, on_status: Callable[[Status], None]) -> None:
+        while True:
+            on_status(self._parts.status(self._phase, time.monotonic() - self._begun))
+            await asyncio.sleep(_STATUS_EVERY_S)
+
+
+@contextlib.asynccontextmanager
+async def _node(recipe: Recipe, run_dir: Path) -> AsyncIterator[EmbeddedNode]:
+    config = NodeConfig(
+        max_sandboxes=recipe.sandbox.max_sandboxes, concurrent_commands=recipe.sandbox.concurrent_commands
+    )
+    node = EmbeddedNode(run_dir / "sandboxes", recipe.run.name, config)
+    try:
+        reaped = await node.start()
+        if reaped:
+            _log.info("removed %d sandboxes of an earlier session", reaped)
+        yield node
+    finally:
+        await node.close()
+
+
+async def _model(recipe: Recipe, logs: Path) -> Path:
+    """The directory of the model to start from, converted first where that is needed."""
+    if recipe.model.path.startswith("builtin:") and not (models.resolve(recipe.model.path) / "config.json").exists():
+        convert = SupervisedProcess(
+            "convert", Command(convert_command(recipe.model.path)), log_path=logs / "convert.log"
+        )
+        await convert.start()
+        try:
+            end = await convert.wait_exit()
+        finally:
+            await convert.stop()
+        if end.code != 0:
+            raise ProcessError(f"model.path: {recipe.model.path} could not be converted: {end}")
+    return models.check_directory(models.resolve(recipe.model.path))
+
+
+def write_recipe(recipe: Recipe, run_dir: Path) -> None:
+    """The resolved recipe, for the trainer (JSON) and for people and resumption (TOML)."""
+    for name, text in (("recipe.json", recipe.model_dump_json(indent=2)), ("recipe.toml", to_toml(recipe))):
+        scratch = run_dir / f"{name}.tmp"
+        scratch.write_text(text)
+        os.replace(scratch, run_dir / name)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -94,7 +94,7 @@ class EnginePool:
         allowance: Allowance,
         notify: Callable[[Event], None],
         attach: Callable[[str, EngineClient, int], None],
-        detach: Callable[[str], Awaitable[None]],
+        detach: Callable[[str], None],
         on_event: Callable[[str, dict[str, object]], None],
     ) -> None:
         """``attach`` and ``detach`` tell the gateway; ``on_event(kind, fields)`` writes the run's record."""
@@ -113,6 +113,11 @@ class EnginePool:
     def serving(self) -> dict[str, EngineClient]:
         """The workers that serve now."""
         return dict(self._clients)
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """What each serving worker generates with."""
+        return self._publisher.versions
 
     def broken(self, name: str, error: EngineError) -> None:
         """Somebody found the worker unusable: it is replaced."""
@@ -190,5 +195,5 @@ class EnginePool:
         if self._clients.pop(worker.name, None) is not None:
             self._notify(WorkerDown(worker.name))
             await self._publisher.remove(worker.name)
-            await self._detach(worker.name)
+            self._detach(worker.name)
         await engine.stop()
