@@ -255,6 +255,7 @@ def test_sparklines_keep_the_scale_and_the_width() -> None:
     assert len(sparkline([0.5] * 100, 20)) == 20
     assert sparkline([-1.0, 9.0], 5) == "▁█"
     assert sparkline([], 5) == ""
+    assert sparkline([math.nan, 1.0], 5) == "█"
 
 
 def test_held_out_names_first_and_newest_of_each_mode() -> None:

@@ -5,6 +5,7 @@ A task directory holds instruction.md, task.toml, environment/, tests/test.sh an
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,32 +83,62 @@ def show(directory: Annotated[Path, typer.Argument(help="A task directory.")]) -
 
 @app.command("check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="A task directory, or a folder of them.")], json_output: _Json = False
+    folder: Annotated[Path, typer.Argument(help="A task directory, or a folder of them.")],
+    run: Annotated[
+        bool, typer.Option("--run", help="Run them in sandboxes: tests must fail untouched and pass when solved.")
+    ] = False,
+    json_output: _Json = False,
 ) -> None:
     """Check your own tasks: every faulty directory with its fault. Exit code 1 when there is one.
 
     Example:
 
-    $ venusrl tasks check my-tasks/
+    $ venusrl tasks check my-tasks --run
 
     $ venusrl train demo --set tasks.source=my-tasks --set tasks.held_out=my-held-out-tasks
     """
-    from venusrl.tasks import TaskError
-    from venusrl.tasks.harbor import read
-
     directories = _directories(folder)
-    faults: dict[str, str] = {}
-    for directory in directories:
-        try:
-            read(directory)
-        except TaskError as error:
-            faults[str(directory)] = str(error)
+    tasks, faults = _read(directories)
+    if run and tasks:
+        faults |= asyncio.run(_prove(tasks))
     if json_output:
         print_json({"tasks": len(directories), "faults": faults})
         raise typer.Exit(EXIT_FAILED if faults else 0)
     stdout().print(f"{len(directories) - len(faults)} of {len(directories)} tasks are usable", markup=False)
     if faults:
         raise CommandError("\n".join(faults.values()))
+
+
+def _read(directories: list[Path]) -> tuple[list[Task], dict[str, str]]:
+    from venusrl.tasks import TaskError
+    from venusrl.tasks.harbor import read
+
+    tasks: list[Task] = []
+    faults: dict[str, str] = {}
+    for directory in directories:
+        try:
+            tasks.append(read(directory))
+        except TaskError as error:
+            faults[str(directory)] = str(error)
+    return tasks, faults
+
+
+async def _prove(tasks: list[Task]) -> dict[str, str]:
+    from venusrl.sandboxes.node import EmbeddedNode
+    from venusrl.sandboxes.protocol import Limits
+    from venusrl.tasks.proof import prove
+
+    faults: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="venusrl-node-") as root:
+        node = EmbeddedNode(Path(root), owner="venusrl tasks check")
+        await node.start()
+        try:
+            for task in tasks:
+                if found := await prove(node, task, Limits()):
+                    faults[task.directory] = "\n".join(found)
+        finally:
+            await node.close()
+    return faults
 
 
 def _directories(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ reason to wait, and a sign of life otherwise; the terminal is given back as it w
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -32,6 +33,7 @@ _SIGN_OF_LIFE_S = 30.0
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """``values`` in at most ``width`` characters, on the fixed scale 0..1 (rewards); means when there are more."""
+    values = [value for value in values if math.isfinite(value)]
     if not values or width < 1:
         return ""
     count = min(width, len(values))
@@ -96,9 +98,9 @@ def _facts(status: Status, width: int) -> RenderableType:
 
 
 def _reward(status: Status, width: int) -> Text:
-    if not status.rewards:
+    recent = [reward for reward in status.rewards if math.isfinite(reward)][-5:]
+    if not recent:
         return Text("no step trained yet")
-    recent = status.rewards[-5:]
     text = f" {sum(recent) / len(recent):.2f} mean of the last {len(recent)}"
     return Text.assemble((sparkline(status.rewards, max(8, width - len(text))), "cyan"), text)
 
