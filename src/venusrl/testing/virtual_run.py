@@ -43,7 +43,9 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failures: float = 0.0
     """Ends in an infrastructure failure instead of a verdict."""
     hangs: float = 0.0
-    """Never returns from its last turn."""
+    """Does not return from its last turn before its time is up."""
+    cap_s: float = 1000.0
+    """The time cap of a hung trajectory."""
     retries: int = 2
     train_s: float = 5.0
     publish_s: float = 0.5
@@ -61,7 +63,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class Episode:
-    """One trajectory as it really went. ``versions``: oldest and newest weights of its tokens."""
+    """One trajectory as it really went. ``fate``: ends, fails or hangs. ``versions``: its tokens' oldest and newest."""
 
     name: str
     group: str
@@ -247,9 +249,8 @@ class VirtualRun:
     def _fail(self, episode: Episode) -> None:
         episode.over = True
         replaced = episode.attempt < self.workload.retries
-        if not replaced:
-            self.lost[episode.group] += 1
-            del self.groups[episode.group][episode.index]
+        self.lost[episode.group] += not replaced
+        del self.groups[episode.group][episode.index]
         self.report(ev.TrajectoryFailed(episode.name, FailureKind.INFRASTRUCTURE, "sandbox_died", replaced))
         if replaced and episode.group in self.groups:
             self._open_trajectory(episode.group, episode.index, episode.attempt + 1)
@@ -290,9 +291,9 @@ class VirtualRun:
             episode = self.episodes[name]
             engine.running.add(name)
             episode.run += 1
-            if episode.fate != "hangs" or episode.turn + 1 < episode.turns:
-                seconds = self._between(self.workload.turn_s) * episode.slow
-                self._later(seconds, self._turn_ends, episode, engine, episode.run)
+            hangs = episode.fate == "hangs" and episode.turn + 1 == episode.turns
+            seconds = self.workload.cap_s if hangs else self._between(self.workload.turn_s) * episode.slow
+            self._later(seconds, self._turn_ends, episode, engine, episode.run)
 
     def _turn_ends(self, episode: Episode, engine: Engine, run: int) -> None:
         if episode.running_on != engine.name or episode.run != run:
