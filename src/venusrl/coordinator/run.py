@@ -29,6 +29,7 @@ from venusrl.coordinator.errors import ProcessError, RunFailed
 from venusrl.coordinator.processes import Command, SupervisedProcess
 from venusrl.coordinator.store import RunStore
 from venusrl.coordinator.supervisor import Supervisor
+from venusrl.observe.recorder import ObserveError
 from venusrl.observe.summary import write_summary
 from venusrl.recipe import Recipe, to_toml
 from venusrl.sandboxes.node import EmbeddedNode, NodeConfig
@@ -88,8 +89,9 @@ async def run_training(
             outcome, reason = await _run(recipe, store, recorder, on_status, stop or asyncio.Event(), begun)
         except BaseException as error:
             cause = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
-            recorder.event("run_finished", reason="failed", error=cause)
-            write_summary(run_dir)
+            with contextlib.suppress(ObserveError):  # a full disk must not hide the cause
+                recorder.event("run_finished", reason="failed", error=cause)
+                write_summary(run_dir)
             raise
         recorder.event("run_finished", reason=outcome, detail=reason)
         return RunSummary(

@@ -67,8 +67,9 @@ _HINT = Text(" Ctrl-C finishes cleanly ", style="dim")
 
 def _steps(status: Status, width: int) -> RenderableType:
     left = ""
-    if 0 < status.version < status.max_steps and status.elapsed_s > 0 and status.phase == "training":
-        left = f" · about {clock(status.elapsed_s / status.version * (status.max_steps - status.version))} left"
+    trained = len(status.rewards)  # by this session, whose time ``elapsed_s`` is
+    if trained and status.version < status.max_steps and status.phase == "training":
+        left = f" · about {clock(status.elapsed_s / trained * (status.max_steps - status.version))} left"
     tail = f"  {status.version}/{status.max_steps} steps · {clock(status.elapsed_s)}{left}"
     row = Table.grid(expand=True)
     row.add_column(ratio=1)
@@ -85,7 +86,7 @@ def _facts(status: Status, width: int) -> RenderableType:
     table.add_row("reward", _reward(status, width - 12))
     table.add_row("held out", held_out(status.evaluations) or "not evaluated yet")
     table.add_row("groups", _counts(status.groups) or "none open")
-    table.add_row("episodes", _counts(status.trajectories) or "none")
+    table.add_row("episodes", _counts(dict(sorted(status.trajectories.items()))) or "none")
     if status.holds:
         table.add_row("held turns", _counts(status.holds))
     table.add_row("trainer", _trainer(status))
