@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,17 @@ def test_on_a_terminal_the_panel_is_drawn_and_the_cursor_given_back() -> None:
     text = output.getvalue()
     assert "heard" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+# --- the documented names -----------------------------------------------------------------------------------
+def test_every_metric_is_documented_and_every_documented_one_exists(repository: Path) -> None:
+    name = re.compile(r"\b(?:reward|rollout|train|perf|eval|tokens)/[a-z_/]+")
+    written = {
+        literal
+        for path in (repository / "src").rglob("*.py")
+        for literal in re.findall(r'f?"((?:reward|rollout|train|perf|eval|tokens)/[a-z_/{}]+)"', path.read_text())
+    }
+    written = {"tokens/discarded/" if m.startswith("tokens/discarded/") else m for m in written}
+    written = {m for one in written for m in ([one.replace("{mode}", x) for x in ("sampled", "greedy")])}
+    documented = set(name.findall((repository / "docs" / "metrics.md").read_text()))
+    assert written == documented

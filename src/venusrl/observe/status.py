@@ -55,7 +55,7 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staleness_max: int = 0
     staleness_bound: int = 0
     rewards: list[float] = []
-    """Mean training reward of each trained step, oldest first."""
+    """Mean training reward of each step that this session trained, oldest first."""
     evaluations: list[EvaluationPoint] = []
     tokens_per_s: float = 0.0
     trainer: str = ""

@@ -87,7 +87,7 @@ def summarise(history: History, recipe: dict[str, Any], name: str) -> Summary:
         wall_s=round(history.wall_s, 3),
         sessions=history.sessions,
         trained_trajectories=round(sum(history.series("train/trajectories"))),
-        trained_tokens=round(sum(history.series("train/tokens"))),
+        trained_tokens=round(sum(history.series("train/sampled_tokens"))),
         tokens_per_s=history.time_weighted("rollout/tokens_per_s"),
         staleness_max=round(max(history.series("rollout/staleness_max"), default=0.0)),
         staleness_mean=_staleness_mean(history),
