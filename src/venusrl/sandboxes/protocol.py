@@ -49,8 +49,29 @@ class RuntimeUnavailable(SandboxError):
     reason = "runtime_unavailable"
 
 
+class HostDiskFull(SandboxError):
+    """The machine itself has no space left for another sandbox; the message says where."""
+
+    reason = "host_disk_full"
+
+
+class DiskFull(SandboxError):
+    """A file did not fit into the sandbox's own disk limit."""
+
+    reason = "out_of_disk"
+
+
+class BadPath(SandboxError):
+    """A path that cannot be read, written or mounted: not a regular file, outside what is writable, a loop of links."""
+
+    reason = "bad_path"
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Hard limits of one sandbox. Memory and disk in MiB, output in bytes a stream, time in seconds."""
+    """Hard limits of one sandbox. Memory and disk in MiB, output in bytes a stream, time in seconds.
+
+    The embedded node keeps a sandbox's files in memory: what a command writes counts as its memory too.
+    """
 
     memory_mib: int = 512
     pids: int = 64
@@ -89,7 +110,8 @@ class Sandboxes(Protocol):
     async def create(self, template: str, limits: Limits, metadata: dict[str, str]) -> str:
         """Make a sandbox from ``template`` ("host" or a directory path) and return its id.
 
-        The working directory is ``/work`` (empty, writable). Raises TemplateNotFound, SandboxDenied,
+        The working directory is ``/work`` (empty). Writable: ``/work``, ``/tmp``, and ``/logs`` (a verifier's
+        output); with a directory template, all of it. Raises TemplateNotFound, SandboxDenied,
         RuntimeUnavailable.
         """
         ...
@@ -108,11 +130,14 @@ class Sandboxes(Protocol):
         ...
 
     async def write(self, sandbox: str, files: dict[str, bytes]) -> None:
-        """Write files (absolute paths or relative to /work), making parents. Never follows links out."""
+        """Write files (absolute paths or relative to /work), making parents. Never follows links out.
+
+        Raises SandboxGone, DiskFull, BadPath.
+        """
         ...
 
     async def read(self, sandbox: str, path: str, max_bytes: int = 1 << 20) -> bytes:
-        """Read one regular file. Raises FileNotFoundError, SandboxGone."""
+        """Read one regular file. Raises FileNotFoundError, SandboxGone, BadPath."""
         ...
 
     async def kill(self, sandbox: str) -> None:
