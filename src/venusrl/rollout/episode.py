@@ -124,6 +124,7 @@ async def run_episode(
     try:
         failure = await episode.watch(life, stop)
         if failure is not None:
+            turns.cancel(spec.id, failure.reason)
             await to_the_end(episode.tear_down(life))
     except asyncio.CancelledError:
         await to_the_end(episode.tear_down(life))

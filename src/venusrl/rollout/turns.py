@@ -89,6 +89,10 @@ class Turns(Protocol):
         """Answer the whole conversation so far with at most ``max_tokens`` tokens."""
         ...
 
+    def cancel(self, trajectory: str, reason: str) -> None:
+        """End the running turn, and any later one, with TurnCancelled; its tokens are discarded for ``reason``."""
+        ...
+
     def finish(self, trajectory: str) -> Rollout:
         """End a trajectory of which no turn runs, and hand out its tokens."""
         ...
