@@ -106,7 +106,8 @@ def _starts(recipe: Recipe) -> list[str]:
             if on
         ]
         modes = f"sampled x {evaluation.samples}" + (" and greedy" if evaluation.greedy else "")
-        lines.append(f"evaluation worker, low priority ({evaluation.tasks} held-out tasks, {modes}; {', '.join(when)})")
+        where = f"at {evaluation.urls[0]} (already running)" if evaluation.urls else "low priority"
+        lines.append(f"evaluation worker, {where}: {evaluation.tasks} held-out tasks, {modes}; {', '.join(when)}")
     pinned = f", pinned to CPU {','.join(map(str, training.cpus))}" if training.cpus else ""
     lines.append(f"trainer ({training.steps} steps, {training.threads} thread(s){pinned})")
     sandbox = recipe.sandbox
