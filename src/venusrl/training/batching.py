@@ -26,6 +26,11 @@ from venusrl.types import Batch, Segment, Trajectory
 LOGPROB_SLACK = 1e-3
 """A log-probability may exceed 0 by rounding; by more it is not one."""
 
+MIN_SHARED_TOKENS = 16
+"""A shorter prompt costs less to read again than to share."""
+PACK_OVERHEAD_TOKENS = 64
+"""What a forward and backward pass costs beside its tokens, in tokens (measured on a 2M-parameter model)."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -65,12 +70,14 @@ class Rows:
 class MicroBatch:
     """Right-padded inputs. With causal attention no mask is needed: padding comes after all it could disturb."""
 
+    prompt: Tensor
+    """[length] tokens that come before every row of ``inputs``; usually none."""
     inputs: Tensor
     """[rows, length] token ids."""
     row_index: Tensor
     """[n] row of each sampled token."""
     position: Tensor
-    """[n] position whose logits predict it."""
+    """[n] position in ``inputs`` whose logits predict it."""
     targets: Tensor
     behaviour: Tensor
     advantage: Tensor
@@ -170,44 +177,90 @@ def _versions(segment: Segment, sampled: list[int], trained: int) -> list[int]:
     return versions
 
 
-def plan(rows: Sequence[Row], *, token_budget: int, ranks: int, keep_zero_advantage: bool) -> list[list[MicroBatch]]:
+def plan(
+    rows: Sequence[Row], *, token_budget: int, ranks: int, keep_zero_advantage: bool, share_prompts: bool = False
+) -> list[list[MicroBatch]]:
     """Micro-batches of each rank: at most ``token_budget`` padded tokens each (a longer row travels alone).
 
     Rows without advantage have no gradient and are skipped unless ``keep_zero_advantage`` (a KL term gives them
-    one); when nothing else is left, one micro-batch of them stays, so that the step still measures itself. Rows are
-    sorted by length, which keeps padding small, and dealt in turn, so that ranks that work in lockstep have rows of
-    like length at the same time. Missing micro-batches are padded with a copy of the shortest row that weighs nothing.
+    one); when nothing else is left, one micro-batch of them stays, so that the step still measures itself.
+    ``share_prompts``: rows with the same prompt read it once. Micro-batches are dealt by size, so that ranks that work
+    in lockstep have like work at the same time; missing ones are padded with a copy of a row that weighs nothing.
     """
-    ordered = sorted(rows, key=lambda row: row.length)
-    kept = [row for row in ordered if row.advantage != 0.0 or keep_zero_advantage]
-    packs = _pack(kept, token_budget, ranks) or _pack(ordered, token_budget, 1)[:1]
+    kept = [row for row in rows if row.advantage != 0.0 or keep_zero_advantage]
+    packs = _pack(kept, token_budget, ranks, share_prompts) or _pack(rows, token_budget, 1, share_prompts)[:1]
+    packs.sort(key=lambda pack: pack.tokens)
     while len(packs) % ranks:
-        packs.append([replace(packs[0][0], weight=0.0)])
+        packs.append(_Pack(0, [replace(packs[0].rows[0], weight=0.0)]))
     return [[_micro_batch(pack) for pack in packs[rank::ranks]] for rank in range(ranks)]
 
 
-def _pack(ordered: Sequence[Row], token_budget: int, ranks: int) -> list[list[Row]]:
+@dataclass
+class _Pack:
+    """Rows that go through the model together, the last one the longest. They share ``prompt`` leading tokens."""
+
+    prompt: int
+    rows: list[Row]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + len(self.rows) * (self.rows[-1].length - self.prompt)
+
+    def takes(self, row: Row, budget: int) -> bool:
+        """Whether ``row`` fits, and the padding that it brings is cheaper than a micro-batch of its own."""
+        fits = self.prompt + (len(self.rows) + 1) * (row.length - self.prompt) <= budget
+        padding = len(self.rows) * (row.length - self.rows[-1].length)
+        return fits and padding <= self.prompt + PACK_OVERHEAD_TOKENS
+
+
+def _pack(rows: Sequence[Row], token_budget: int, ranks: int, share_prompts: bool) -> list[_Pack]:
     """Greedy over rows sorted by length; the budget shrinks where otherwise some rank would get nothing."""
-    share = math.ceil(sum(row.length for row in ordered) / ranks) if ranks > 1 else token_budget
-    budget = min(token_budget, share)
-    packs: list[list[Row]] = []
-    for row in ordered:
-        if packs and row.length * (len(packs[-1]) + 1) <= budget:
-            packs[-1].append(row)
-        else:
-            packs.append([row])
+    budget = token_budget
+    if ranks > 1:
+        budget = min(token_budget, math.ceil(sum(row.length for row in rows) / ranks))
+    packs: list[_Pack] = []
+    for prompt, family in _families(rows, share_prompts):
+        first = len(packs)
+        for row in sorted(family, key=lambda row: row.length):
+            if len(packs) > first and packs[-1].takes(row, budget):
+                packs[-1].rows.append(row)
+            else:
+                packs.append(_Pack(prompt, [row]))
     return packs
 
 
-def _micro_batch(rows: Sequence[Row]) -> MicroBatch:
-    inputs = torch.zeros(len(rows), max(row.length for row in rows), dtype=torch.long)
+def _families(rows: Sequence[Row], share_prompts: bool) -> list[tuple[int, list[Row]]]:
+    """Rows by shared prompt (its length first), and all the others together.
+
+    The last token of a prompt is not shared: it predicts the first sampled token of each row.
+    """
+    if not share_prompts:
+        return [(0, list(rows))]
+    by_prompt: dict[bytes, list[Row]] = {}
+    for row in rows:
+        by_prompt.setdefault(row.tokens[: int(row.sampled[0])].numpy().tobytes(), []).append(row)
+    others: list[Row] = []
+    families: list[tuple[int, list[Row]]] = []
+    for family in by_prompt.values():
+        prompt = int(family[0].sampled[0]) - 1
+        if len(family) > 1 and prompt >= MIN_SHARED_TOKENS:
+            families.append((prompt, family))
+        else:
+            others.extend(family)
+    return [*families, (0, others)]
+
+
+def _micro_batch(pack: _Pack) -> MicroBatch:
+    rows, prompt = pack.rows, pack.prompt
+    inputs = torch.zeros(len(rows), max(row.length for row in rows) - prompt, dtype=torch.long)
     for index, row in enumerate(rows):
-        inputs[index, : row.length] = row.tokens[:-1]
+        inputs[index, : row.length - prompt] = row.tokens[prompt:-1]
     counts = torch.tensor([row.sampled.shape[0] for row in rows])
     return MicroBatch(
+        prompt=rows[0].tokens[:prompt],
         inputs=inputs,
         row_index=torch.repeat_interleave(torch.arange(len(rows)), counts),
-        position=torch.cat([row.sampled - 1 for row in rows]),
+        position=torch.cat([row.sampled - 1 - prompt for row in rows]),
         targets=torch.cat([row.tokens[row.sampled] for row in rows]),
         behaviour=torch.cat([row.behaviour for row in rows]),
         advantage=torch.repeat_interleave(torch.tensor([row.advantage for row in rows]), counts),

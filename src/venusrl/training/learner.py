@@ -21,7 +21,7 @@ from venusrl.training.batching import MicroBatch, Rows, plan, rows_of
 from venusrl.training.errors import TrainingError
 from venusrl.training.grpo import Objective, Sampling, token_losses
 from venusrl.training.measures import Measures
-from venusrl.training.models import Scorer, gather, load_whole_state, place_like, shard, whole_state
+from venusrl.training.models import Scorer, can_share_prompts, gather, load_whole_state, place_like, shard, whole_state
 from venusrl.training.world import World
 from venusrl.types import Batch
 
@@ -46,6 +46,8 @@ class Learner:
         sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
         dtype = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
         self._scorer = self._placed(Scorer(model, sampling, dtype))
+        # Sharded, ranks would gather parameters in different orders when one shares a prompt and another does not.
+        self._share_prompts = not world.sharded and can_share_prompts(model)
         self._reference = None
         if reference is not None:
             self._reference = self._placed(Scorer(reference.requires_grad_(False), sampling, dtype))
@@ -80,6 +82,7 @@ class Learner:
             token_budget=options.micro_batch_tokens,
             ranks=self._world.size,
             keep_zero_advantage=options.kl_coefficient > 0,
+            share_prompts=self._share_prompts,
         )[self._world.rank]
         measures = Measures()
         self._optimizer.zero_grad(set_to_none=False)

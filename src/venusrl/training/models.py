@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from venusrl.models import ModelError
-from venusrl.training.batching import MicroBatch
+from venusrl.training.batching import MicroBatch, Row, plan
 from venusrl.training.grpo import Sampling, score
 
+PROBE_TOKENS = 9
 PROBE_TOLERANCE = 1e-3
 """Largest difference in logits allowed between the short way and the model's own forward pass."""
 
@@ -47,15 +48,30 @@ class Scorer(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         with torch.autocast(batch.inputs.device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
-            logits = sampled_logits(self.model, batch.inputs, batch.row_index, batch.position)
+            logits = sampled_logits(self.model, batch)
         return score(logits, batch.targets, self._sampling)
 
 
-def sampled_logits(model: Any, inputs: Tensor, row_index: Tensor, position: Tensor) -> Tensor:
-    """Logits [n, vocabulary] at the given places of the batch."""
-    hidden = model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state
-    logits: Tensor = model.get_output_embeddings()(hidden[row_index, position])
+def sampled_logits(model: Any, batch: MicroBatch) -> Tensor:
+    """Logits [n, vocabulary] at the places of the batch's sampled tokens.
+
+    A shared prompt is read once, and its keys and values are repeated for the rows; gradients flow through them.
+    """
+    decoder = model.get_decoder()
+    cache = None
+    if batch.prompt.shape[0]:
+        cache = DynamicCache(config=model.config)
+        decoder(input_ids=batch.prompt.unsqueeze(0), cache=cache, use_cache=True)
+        cache.batch_repeat_interleave(batch.inputs.shape[0])
+    hidden = decoder(input_ids=batch.inputs, cache=cache, use_cache=cache is not None).last_hidden_state
+    logits: Tensor = model.get_output_embeddings()(hidden[batch.row_index, batch.position])
     return logits
+
+
+def can_share_prompts(model: Any) -> bool:
+    """Whether a key-value cache holds all that a prompt leaves behind: full attention in every layer."""
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
+    return all(kind == "full_attention" for kind in kinds)
 
 
 def load_model(path: Path) -> Any:
@@ -74,11 +90,18 @@ def load_model(path: Path) -> Any:
 def _check_scoring(model: Any, path: Path) -> None:
     """Some architectures scale or cap logits after the projection; training those the short way would be wrong."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    inputs = (torch.arange(8) * 7 % vocabulary).reshape(1, 8)
-    places = torch.arange(8)
+    tokens = torch.arange(PROBE_TOKENS) * 7 % vocabulary
+    row = Row(
+        tokens=tokens,
+        sampled=torch.arange(1, PROBE_TOKENS),
+        behaviour=torch.zeros(PROBE_TOKENS - 1),
+        current=torch.ones(PROBE_TOKENS - 1, dtype=torch.bool),
+        advantage=1.0,
+    )
+    ((batch,),) = plan([row], token_budget=PROBE_TOKENS, ranks=1, keep_zero_advantage=True)
     with torch.no_grad():
-        whole = model(input_ids=inputs, use_cache=False).logits[0]
-        short = sampled_logits(model, inputs, torch.zeros(8, dtype=torch.long), places)
+        whole = model(input_ids=tokens[:-1].unsqueeze(0), use_cache=False).logits[0]
+        short = sampled_logits(model, batch)
     difference = float((whole - short).abs().max())
     if not difference <= PROBE_TOLERANCE:
         raise ModelError(
