@@ -198,7 +198,6 @@ class Assembly:
             batch_ready=self.api.notify_batch_ready,
             on_version=self._publish,
             on_due=self._due,
-            staleness_bound=recipe.schedule.staleness_bound,
         )
 
     def _build_evaluation(self) -> None:

@@ -116,8 +116,12 @@ class Episodes:
         cancel_turns: Callable[[str, str], None],
         on_failure: Callable[[Exception], None],
         on_event: Callable[[str, dict[str, object]], None],
+        first_backoff_s: float = _FIRST_BACKOFF_S,
     ) -> None:
-        """``cancel_turns(trajectory, reason)`` aborts at the gateway; ``on_failure`` ends the run."""
+        """``cancel_turns(trajectory, reason)`` aborts at the gateway; ``on_failure`` ends the run.
+
+        What failed by infrastructure may need a moment: a place's next attempt waits, each time twice as long.
+        """
         self.groups: dict[str, LiveGroup] = {}
         self._store = store
         self._tasks = tasks
@@ -128,6 +132,7 @@ class Episodes:
         self._cancel_turns = cancel_turns
         self._on_failure = on_failure
         self._on_event = on_event
+        self._first_backoff_s = first_backoff_s
         self._opened: dict[str, LiveGroup] = {}
         self._delays: dict[str, float] = {}
         self._stops: dict[str, asyncio.Future[str]] = {}
@@ -289,7 +294,8 @@ class Episodes:
         if again:
             replacement = self._store.replace_trajectory(group.id, opened.index)
             self._notify(failed)
-            self.open_trajectory(group, replacement, _backoff(group.failures[opened.index]))
+            backoff = self._first_backoff_s * 2 ** (group.failures[opened.index] - 1)
+            self.open_trajectory(group, replacement, min(_LONGEST_BACKOFF_S, backoff))
             return
         group.lost += 1
         if group.size - group.lost < self._settings.min_valid:
@@ -330,8 +336,3 @@ class Episodes:
 
     def _group_of_finished(self, trajectory: str) -> LiveGroup | None:
         return next((group for group in self.groups.values() if trajectory in group.finished), None)
-
-
-def _backoff(failures: int) -> float:
-    """Wait before the next attempt: what failed by infrastructure may need a moment."""
-    return float(min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (failures - 1)))

@@ -81,9 +81,8 @@ async def run_training(
     Cancelling it tears everything down at once; the run can be resumed all the same.
     """
     begun = time.monotonic()
-    run_dir = Path(os.path.abspath(run_dir))
     # A resumed recipe may name more steps; whatever else may change is the store's to judge.
-    with RunStore.open(run_dir, recipe, resume=resume) as store:
+    with RunStore.open(_absolute(run_dir), recipe, resume=resume) as store:
         recorder.event("run_started", resumed=resume, version=store.current_version(), seed=recipe.run.seed)
         try:
             outcome, reason = await _run(recipe, store, recorder, on_status, stop or asyncio.Event(), begun)
@@ -91,18 +90,23 @@ async def run_training(
             cause = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
             with contextlib.suppress(ObserveError):  # a full disk must not hide the cause
                 recorder.event("run_finished", reason="failed", error=cause)
-                write_summary(run_dir)
+                write_summary(store.run_dir)
             raise
         recorder.event("run_finished", reason=outcome, detail=reason)
         return RunSummary(
             outcome=outcome,
             reason=reason,
-            run_dir=str(run_dir),
+            run_dir=str(store.run_dir),
             version=store.current_version(),
             max_steps=recipe.training.steps,
             wall_s=time.monotonic() - begun,
-            summary=write_summary(run_dir),
+            summary=write_summary(store.run_dir),
         )
+
+
+def _absolute(path: Path) -> Path:
+    """Children have working directories of their own."""
+    return path.absolute()
 
 
 async def _run(

@@ -78,7 +78,6 @@ class Steps:
         batch_ready: Callable[[], None],
         on_version: Callable[[Weights], None],
         on_due: Callable[[int], None],
-        staleness_bound: int,
     ) -> None:
         """``batch_ready`` wakes the trainer; ``on_due(version)`` asks for an evaluation if one is due."""
         self.rewards: list[float] = []
@@ -92,7 +91,6 @@ class Steps:
         self._batch_ready = batch_ready
         self._on_version = on_version
         self._on_due = on_due
-        self._bound = staleness_bound
         self._formed: dict[int, FormedBatch] = {}
         self._mark = _Mark(time.monotonic(), meter.tokens)
         self._published_at: dict[int, float] = {}
