@@ -78,6 +78,9 @@ class Episode:
     waiting: bool = False
     running_on: str | None = None
     run: int = 0
+    ends_at: float = 0.0
+    left_s: float | None = None
+    """What is left of a turn that a death cut off: its tokens so far are kept."""
     over: bool = False
     finished: bool = False
 
@@ -213,7 +216,7 @@ class VirtualRun:
             f"{group}/{index}.{attempt}", group, index, attempt, self._random.randint(*load.turns), slow, fate
         )
         self.episodes[episode.name] = episode
-        self.groups[group][index] = episode.name
+        self.groups.setdefault(group, {})[index] = episode.name
         self.report(ev.TrajectoryOpened(episode.name, group, index, attempt))
 
     def _begin(self, episode: Episode) -> None:
@@ -251,8 +254,10 @@ class VirtualRun:
         replaced = episode.attempt < self.workload.retries
         self.lost[episode.group] += not replaced
         del self.groups[episode.group][episode.index]
+        if not self.groups[episode.group]:
+            del self.groups[episode.group]
         self.report(ev.TrajectoryFailed(episode.name, FailureKind.INFRASTRUCTURE, "sandbox_died", replaced))
-        if replaced and episode.group in self.groups:
+        if replaced:
             self._open_trajectory(episode.group, episode.index, episode.attempt + 1)
 
     def _cancel(self, episode: Episode, reason: str) -> None:
@@ -291,9 +296,13 @@ class VirtualRun:
             episode = self.episodes[name]
             engine.running.add(name)
             episode.run += 1
-            hangs = episode.fate == "hangs" and episode.turn + 1 == episode.turns
-            seconds = self.workload.cap_s if hangs else self._between(self.workload.turn_s) * episode.slow
+            seconds = episode.left_s if episode.left_s is not None else self._turn_seconds(episode)
+            episode.ends_at, episode.left_s = self.clock.monotonic() + seconds, None
             self._later(seconds, self._turn_ends, episode, engine, episode.run)
+
+    def _turn_seconds(self, episode: Episode) -> float:
+        hangs = episode.fate == "hangs" and episode.turn + 1 == episode.turns
+        return self.workload.cap_s if hangs else self._between(self.workload.turn_s) * episode.slow
 
     def _turn_ends(self, episode: Episode, engine: Engine, run: int) -> None:
         if episode.running_on != engine.name or episode.run != run:
@@ -332,6 +341,9 @@ class VirtualRun:
         engine.life += 1
         victims = [self.episodes[name] for name in [*engine.running, *engine.queue]]
         victims.sort(key=lambda e: e.name)
+        for episode in victims:
+            if episode.name in engine.running:
+                episode.left_s = episode.ends_at - self.clock.monotonic()
         engine.running.clear()
         engine.queue.clear()
         self.report(ev.WorkerDown(engine.name))
