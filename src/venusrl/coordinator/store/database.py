@@ -25,6 +25,8 @@ from venusrl.coordinator.errors import StoreConflict, StoreCorrupt, StoreError, 
 NAME = "store.sqlite"
 SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x56524C31
+_NO_ROOM = {sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
+"""What SQLite calls a write that a quota or a file size limit cut short; it keeps SQLITE_FULL for ENOSPC."""
 _BUSY_S = 5.0
 """Only a reader that checkpoints, or a backup, ever holds the file beside us."""
 
@@ -192,8 +194,9 @@ class Database:
 
 
 def _typed(error: sqlite3.Error, path: Path) -> StoreError:
-    code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
-    if code == sqlite3.SQLITE_FULL:
+    extended = getattr(error, "sqlite_errorcode", None) or 0
+    code = extended & 0xFF
+    if code == sqlite3.SQLITE_FULL or extended in _NO_ROOM:
         return StoreFull(f"no room to write {path}: free some space, then resume; nothing finished is lost")
     if code == sqlite3.SQLITE_NOTADB:
         return StoreVersionError(f"{path} is not a VenusRL run store: choose another --run-dir")
