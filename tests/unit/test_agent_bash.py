@@ -78,6 +78,11 @@ def result(output: str = "", exit_code: int = 0, *, truncated: int = 0, timed_ou
         (CommandResult(1, "x", 0, 1.0, out_of_disk=True), "x\n[out of disk]\n[exit code 1]"),
         (result("a" * 40 + "b" * 40), "a" * 32 + "\n[... 16 bytes cut ...]\n" + "b" * 32),
         (result("ab", truncated=7), "a\n[... 7 bytes cut ...]\nb"),
+        (result("a\n[... 7 bytes cut ...]\nb", truncated=7), "a\n[... 7 bytes cut ...]\nb"),
+        (
+            result("a" * 40 + "\n[... 7 bytes cut ...]\n" + "b" * 40, truncated=7),
+            "a" * 32 + "\n[... 23 bytes cut ...]\n" + "b" * 32,
+        ),
         (result("é" * 40), "é" * 16 + "\n[... 16 bytes cut ...]\n" + "é" * 16),
     ],
 )

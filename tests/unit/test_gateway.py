@@ -1,19 +1,18 @@
 """The door to the engines: turns, versions, aborts, losses, pins.
 
-Cases T03, T04, T07, T13, T30, T38, T41, T43.
+Cases T03, T04, T07, T13, T30, T38, T43.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from venusrl.recipe import resolve
-from venusrl.rollout.direct import DirectTurns
-from venusrl.rollout.engines.protocol import EngineClient, EngineError, EngineLost, GenerateRequest, Generation
+from venusrl.rollout.engines.protocol import EngineLost, GenerateRequest, Generation
 from venusrl.rollout.gateway import Gateway, VersionMismatch
 from venusrl.rollout.settings import GatewaySettings
 from venusrl.rollout.turns import Asked, TurnCancelled, TurnResult
@@ -466,53 +465,3 @@ async def test_a_trajectory_is_registered_once_and_not_finished_while_it_generat
             b.gateway.finish("t0")
         await b.clock.run_for(LENGTH)
         await turn
-
-
-# --- evaluation --------------------------------------------------------------------------------------------
-async def settle(clock: VirtualClock, work: Awaitable[TurnResult], seconds: float = 100.0) -> TurnResult:
-    task = asyncio.ensure_future(work)
-    await clock.run_for(seconds)
-    return await task
-
-
-async def test_direct_turns_need_no_scheduler_and_come_from_the_pinned_version() -> None:
-    clock = VirtualClock()
-    turns = DirectTurns(FakeEngine(scripted(), version=5), 5, CHAT, clock, settings=SETTINGS)
-    turns.register("e0", "e")
-    assert (await settle(clock, turns.turn("e0", TASK, 64))).text == TEXT
-    assert turns.finish("e0").start_version == 5
-
-
-@pytest.mark.parametrize("version", [4, 6])
-async def test_T41_direct_turns_refuse_tokens_of_another_version(version: int) -> None:
-    clock = VirtualClock()
-    turns = DirectTurns(FakeEngine(scripted(), version=version), 5, CHAT, clock, settings=SETTINGS)
-    turns.register("e0", "e")
-    with pytest.raises(VersionMismatch):
-        await settle(clock, turns.turn("e0", TASK, 64))
-    assert turns.finish("e0").segments == []
-
-
-async def test_direct_turns_go_on_with_a_restarted_engine() -> None:
-    clock = VirtualClock()
-    first: EngineClient = FakeEngine(scripted(), pace=lambda: clock.sleep(1.0))
-    turns = DirectTurns(first, 0, CHAT, clock, settings=SETTINGS)
-    turns.register("e0", "e")
-    turn = asyncio.create_task(turns.turn("e0", TASK, 64))
-    await clock.run_for(2)
-    assert isinstance(first, FakeEngine)
-    first.crash()
-    turns.use(FakeEngine(scripted()))
-    assert (await settle(clock, turn)).text == TEXT
-
-
-async def test_an_engine_that_refuses_is_asked_again_a_bounded_number_of_times() -> None:
-    class Refusing(FakeEngine):
-        async def generate(self, request: GenerateRequest) -> Generation:
-            raise EngineError("no such adapter")
-
-    clock = VirtualClock()
-    turns = DirectTurns(Refusing(scripted()), 0, CHAT, clock, settings=SETTINGS)
-    turns.register("e0", "e")
-    with pytest.raises(EngineError, match="no such adapter"):
-        await settle(clock, turns.turn("e0", TASK, 64))

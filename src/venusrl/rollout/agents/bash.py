@@ -83,15 +83,24 @@ def observation_of(result: CommandResult, limit_bytes: int) -> str:
 
 
 def _shortened(output: str, limit_bytes: int, already_cut: int) -> str:
+    """``output`` within the limit. What the sandbox cut before is counted in, and its own mark shows only once."""
+    if already_cut:
+        unmarked = output.replace(_mark(already_cut), "", 1)
+        if unmarked != output and len(unmarked.encode()) <= limit_bytes:
+            return output
+        output = unmarked
     raw = output.encode()
     if len(raw) <= limit_bytes and not already_cut:
         return output
     keep = min(limit_bytes, len(raw))
-    head, tail = raw[: keep - keep // 2], raw[len(raw) - keep // 2 :]
     # Half a character at the edge of a cut is dropped, and counted with the cut.
-    start, end = head.decode(errors="ignore"), tail.decode(errors="ignore")
-    cut = len(raw) - len(start.encode()) - len(end.encode()) + already_cut
-    return f"{start}\n[... {cut} bytes cut ...]\n{end}"
+    start = raw[: keep - keep // 2].decode(errors="ignore")
+    end = raw[len(raw) - keep // 2 :].decode(errors="ignore")
+    return start + _mark(len(raw) - len(start.encode()) - len(end.encode()) + already_cut) + end
+
+
+def _mark(cut_bytes: int) -> str:
+    return f"\n[... {cut_bytes} bytes cut ...]\n"
 
 
 async def run_agent(
