@@ -7,12 +7,14 @@ import json
 import math
 import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from venusrl.observe import tensorboard
 from venusrl.observe.history import read_history
 from venusrl.observe.live import LiveView, held_out, plain, render, sparkline
 from venusrl.observe.plots import plot_rewards, smooth
@@ -23,9 +25,9 @@ from venusrl.observe.summary import build_summary, summarise, write_summary
 
 # --- events ---------------------------------------------------------------------------------------------
 def test_events_are_lines_that_a_later_session_appends_to(tmp_path: Path) -> None:
-    with RunRecorder(tmp_path, tensorboard=False) as recorder:
+    with RunRecorder(tmp_path) as recorder:
         recorder.event("worker_down", worker="engine-0", code=-9)
-    with RunRecorder(tmp_path, tensorboard=False) as recorder:
+    with RunRecorder(tmp_path) as recorder:
         recorder.scalars(1, {"reward/mean": 0.5, "train/kl": math.nan})
     first, second = read_events(tmp_path)
     assert (first["kind"], first["worker"], first["code"]) == ("worker_down", "engine-0", -9)
@@ -34,17 +36,17 @@ def test_events_are_lines_that_a_later_session_appends_to(tmp_path: Path) -> Non
 
 
 def test_a_line_torn_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
-    with RunRecorder(tmp_path, tensorboard=False) as recorder:
+    with RunRecorder(tmp_path) as recorder:
         recorder.event("a")
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b'{"t": 1, "kind": "to')
-    with RunRecorder(tmp_path, tensorboard=False) as recorder:
+    with RunRecorder(tmp_path) as recorder:
         recorder.event("b")
     assert [event["kind"] for event in read_events(tmp_path)] == ["a", "b"]
 
 
 def test_a_full_disk_is_one_clear_error_and_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = RunRecorder(tmp_path, tensorboard=False)
+    recorder = RunRecorder(tmp_path)
     recorder.event("before")
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, line: real(fd, line[:5]))
@@ -57,7 +59,7 @@ def test_a_full_disk_is_one_clear_error_and_no_half_line(tmp_path: Path, monkeyp
 
 
 def test_a_closed_recorder_refuses_and_closes_again(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, tensorboard=False)
+    recorder = RunRecorder(tmp_path)
     recorder.close()
     recorder.close()
     with pytest.raises(ObserveError, match="is closed"):
@@ -67,18 +69,49 @@ def test_a_closed_recorder_refuses_and_closes_again(tmp_path: Path) -> None:
 def test_an_unusable_run_directory_is_an_error_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ObserveError, match=r"events\.jsonl"):
-        RunRecorder(tmp_path / "file", tensorboard=False)
+        RunRecorder(tmp_path / "file")
     with pytest.raises(ObserveError, match=r"no readable events\.jsonl"):
         list(read_events(tmp_path))
 
 
-def test_scalars_reach_tensorboard(tmp_path: Path) -> None:
-    with RunRecorder(tmp_path) as recorder:
-        recorder.scalars(3, {"reward/mean": 0.25, "train/kl": math.inf})
-    (written,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
-    content = written.read_bytes()
-    assert b"reward/mean" in content
-    assert b"train/kl" not in content
+GOLDEN_HEADER = "1800000000000000a37f4b2209000000000000f83f1a0d627261696e2e4576656e743a322a28646c"
+GOLDEN_SCALARS = (
+    "2c00000000000000f4aecc4509000000000000f83f10ac022a1e0a120a0b7265776172642f6d65616e150000803e0a080a01"
+    "6115000080bf7e1ea991"
+)
+
+
+def records(content: bytes) -> list[bytes]:
+    """The events of a TensorBoard file; checks the framing."""
+    found = []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        event = content[12 : 12 + length]
+        assert tensorboard.record(event) == content[: 16 + length]
+        found.append(event)
+        content = content[16 + length :]
+    return found
+
+
+def test_scalars_reach_tensorboard_a_file_a_session(tmp_path: Path) -> None:
+    for step_number in (3, 300):
+        with RunRecorder(tmp_path) as recorder:
+            recorder.event("no scalar, no file")
+            recorder.scalars(step_number, {"reward/mean": 0.25, "train/kl": math.inf})
+    first, second = sorted((tmp_path / "tensorboard").iterdir())
+    assert first.name.startswith("events.out.tfevents.")
+    version, scalars = records(first.read_bytes())
+    assert version.endswith(b"brain.Event:2")
+    assert b"reward/mean" in scalars
+    assert b"train/kl" not in scalars
+    assert b"\x10\xac\x02" in records(second.read_bytes())[1]  # step 300
+
+
+def test_the_tensorboard_encoding_is_the_published_one() -> None:
+    assert tensorboard.crc32c(b"123456789") == 0xE3069283
+    # Written once with the reference implementation's protocol buffers and record writer.
+    assert tensorboard.record(tensorboard.header(1.5)).hex() == GOLDEN_HEADER
+    assert tensorboard.record(tensorboard.scalars(1.5, 300, {"reward/mean": 0.25, "a": -1.0})).hex() == GOLDEN_SCALARS
 
 
 def test_the_interval_is_over_tasks_not_samples() -> None:
@@ -173,7 +206,7 @@ def test_the_summary_has_what_the_project_promises() -> None:
 
 
 def test_what_never_happened_is_null_not_a_number(tmp_path: Path) -> None:
-    with RunRecorder(tmp_path, tensorboard=False) as recorder:
+    with RunRecorder(tmp_path) as recorder:
         recorder.event("run_started", version=0)
         recorder.evaluation(0, "sampled", [])
     content = write_summary(tmp_path)
@@ -188,7 +221,7 @@ def test_what_never_happened_is_null_not_a_number(tmp_path: Path) -> None:
 def test_no_run_and_a_broken_recipe_are_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(ObserveError, match=r"no readable events\.jsonl"):
         build_summary(tmp_path)
-    RunRecorder(tmp_path, tensorboard=False).close()
+    RunRecorder(tmp_path).close()
     (tmp_path / "recipe.json").write_text("{")
     with pytest.raises(ObserveError, match=r"recipe\.json cannot be read"):
         build_summary(tmp_path)

@@ -21,54 +21,42 @@ Guarantees: appending to an earlier session's file is safe, a line torn by a kil
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
+from venusrl.observe.files import AppendFile, ObserveError
+from venusrl.observe.tensorboard import ScalarFile
+
+__all__ = ["EVENTS_FILE", "ObserveError", "RunRecorder", "mean_interval", "read_events"]
+
 EVENTS_FILE = "events.jsonl"
-
-
-class ObserveError(Exception):
-    """A record of the run could not be written or read; the message names the file and the mend."""
-
-
-class _ScalarWriter(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class RunRecorder:
     """Appends to one run's records. Not thread-safe: one owner, the coordinator."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool = True) -> None:
-        self._path = run_dir / EVENTS_FILE
+    def __init__(self, run_dir: Path) -> None:
         self._encoder = msgspec.json.Encoder()
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ObserveError(f"cannot open {self._path}: {error.strerror}") from error
-        self._closed = False
-        self._end_torn_line()
-        self._writer: _ScalarWriter | None = _open_tensorboard(run_dir / "tensorboard") if tensorboard else None
+        self._events = AppendFile(run_dir / EVENTS_FILE)
+        self._scalars = ScalarFile(run_dir / "tensorboard")
+        if self._events.last_byte() not in (b"", b"\n"):
+            self._events.append(b"\n")  # the line was torn by a kill: the next one must not join it
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line. Fields are anything msgspec encodes; NaN becomes null."""
-        self._append(self._encoder.encode({"t": round(time.time(), 6), "kind": kind, **fields}) + b"\n")
+        line = self._encoder.encode({"t": round(time.time(), 6), "kind": kind, **fields})
+        self._events.append(line + b"\n")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Metrics of weight version ``step``, named as the field names them."""
         self.event("scalars", step=step, values=values)
-        if self._writer is not None:
-            for name, value in values.items():
-                if math.isfinite(value):
-                    self._writer.add_scalar(name, value, step)
+        if finite := {name: value for name, value in values.items() if math.isfinite(value)}:
+            self._scalars.add(step, finite)
 
     def evaluation(self, version: int, mode: str, rewards: Sequence[Sequence[float]]) -> None:
         """Record an evaluation of ``version``; ``rewards`` holds each task's samples. ``mode``: sampled or greedy."""
@@ -78,44 +66,14 @@ class RunRecorder:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        finally:
-            os.close(self._fd)
+        self._events.close()
+        self._scalars.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _append(self, line: bytes) -> None:
-        if self._closed:
-            raise ObserveError(f"{self._path} is closed")
-        size = os.fstat(self._fd).st_size
-        try:
-            written = os.write(self._fd, line)
-        except OSError as error:
-            raise ObserveError(f"cannot write {self._path}: {error.strerror}; free space, then resume") from error
-        if written != len(line):
-            os.ftruncate(self._fd, size)
-            raise ObserveError(f"cannot write {self._path}: the disk is full; free space, then resume")
-
-    def _end_torn_line(self) -> None:
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            self._append(b"\n")
-
-
-def _open_tensorboard(folder: Path) -> _ScalarWriter:
-    from tensorboardX import SummaryWriter  # heavy to import: only a run that records pays for it
-
-    writer: _ScalarWriter = SummaryWriter(str(folder), flush_secs=5)
-    return writer
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
