@@ -237,6 +237,7 @@ def test_T44_every_lost_token_has_a_reason(tmp_path: Path) -> None:
         store.discard("rolled_back_turn", 2)
         totals = store.totals()
         assert totals.discarded_tokens == {"dropped": 14, "rolled_back_turn": 7, "stale": 6}
+        assert store.discarded_tokens() == totals.discarded_tokens
         assert totals.failures == {"cancelled/dropped": 1}
         with pytest.raises(StoreConflict, match="not running"):
             store.record_progress(group.trajectories[0].id, 0, 12)

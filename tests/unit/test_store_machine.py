@@ -184,6 +184,6 @@ class StoreLife(RuleBasedStateMachine):
 
 
 StoreLife.TestCase.settings = settings(
-    max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=10, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestT31LivesOfAStore = StoreLife.TestCase

@@ -318,7 +318,7 @@ class Assembly:
             elapsed_s=elapsed_s,
             trainer="" if self.trainer.running else "down",
             evaluations=points,
-            discarded=self.store.totals().discarded_tokens,
+            discarded=self.store.discarded_tokens(),
         )
 
     # --- playing ----------------------------------------------------------------------------------------------

@@ -147,8 +147,8 @@ class Steps:
             figures["perf/coordinator_critical_fraction"] = formed.critical_s / step_s
             self.staleness_max = max(self.staleness_max, int(figures["rollout/staleness_max"]))
         figures.setdefault("perf/step_s", step_s)
-        totals = self._store.totals()
-        figures |= {f"tokens/discarded/{reason}": float(count) for reason, count in totals.discarded_tokens.items()}
+        discarded = self._store.discarded_tokens()
+        figures |= {f"tokens/discarded/{reason}": float(count) for reason, count in discarded.items()}
         stats = self._host.stats()
         figures["perf/coordinator_cpu_s"] = stats.cpu_s
         figures["perf/coordinator_loop_lag_mean_s"] = stats.loop_lag_mean_s

@@ -82,6 +82,7 @@ CREATE TABLE trajectories (
     CHECK (vacant = 0 OR state = 'failed')
 ) STRICT;
 CREATE UNIQUE INDEX trajectories_place ON trajectories (group_id, place) WHERE state IN ('running', 'finished');
+CREATE INDEX trajectories_failed ON trajectories (failure_reason, tokens) WHERE state = 'failed';
 CREATE INDEX trajectories_running ON trajectories (id) WHERE state = 'running';
 
 CREATE TABLE versions (

@@ -45,8 +45,10 @@ def current_version(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT coalesce(max(version), 0) FROM versions").fetchone()[0])
 
 
-def versions(db: sqlite3.Connection) -> list[VersionRecord]:
-    rows = db.execute("SELECT version, model_path, checkpointed, metrics FROM versions ORDER BY version")
+def versions(db: sqlite3.Connection, where: str = "1", values: tuple[Any, ...] = ()) -> list[VersionRecord]:
+    rows = db.execute(
+        f"SELECT version, model_path, checkpointed, metrics FROM versions WHERE {where} ORDER BY version", values
+    )
     return [VersionRecord(row[0], row[1], bool(row[2]), json.loads(row[3])) for row in rows]
 
 
@@ -100,12 +102,12 @@ def batch_parts(db: sqlite3.Connection, version: int) -> Row | None:
 
 def recovered(db: sqlite3.Connection, *, lost_trajectories: int, lost_tokens: int) -> RecoveredState:
     version = current_version(db)
-    paths = {record.version: record.model_path for record in versions(db)}
+    newest = versions(db, "version = ?", (version,))
     waiting = db.execute("SELECT * FROM groups WHERE state IN ('open', 'complete') ORDER BY ordinal").fetchall()
     pending = db.execute("SELECT version, mode FROM evaluations WHERE finished = 0 ORDER BY version, mode")
     return RecoveredState(
         version=version,
-        model_path=paths.get(version),
+        model_path=newest[0].model_path if newest else None,
         next_ordinal=next_ordinal(db),
         groups=tuple(_recovered_group(db, row) for row in waiting),
         pending_batches=tuple(batches(db, "state = 'formed'")),
@@ -164,12 +166,15 @@ def totals(db: sqlite3.Connection) -> RunTotals:
 
 
 def discarded_tokens(db: sqlite3.Connection) -> dict[str, int]:
-    """Every sampled token that will not train, by reason: of failed trajectories, of closed groups, and others."""
+    """Every sampled token that will not train, by reason: of failed trajectories, of closed groups, and others.
+
+    Costs as much as there is to count (indexes lead to it), not as long as the run is: a live view may ask often.
+    """
     return _counts(
         db,
         "SELECT reason, sum(tokens) FROM ("
         "  SELECT failure_reason AS reason, tokens FROM trajectories WHERE state = 'failed'"
-        "  UNION ALL SELECT g.reason, t.tokens FROM trajectories AS t JOIN groups AS g ON g.id = t.group_id"
+        "  UNION ALL SELECT g.reason, t.tokens FROM groups AS g CROSS JOIN trajectories AS t ON t.group_id = g.id"
         "    WHERE t.state = 'finished' AND g.state = 'closed'"
         "  UNION ALL SELECT reason, tokens FROM discards"
         ") GROUP BY reason HAVING sum(tokens) > 0 ORDER BY reason",
