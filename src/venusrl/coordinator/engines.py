@@ -96,7 +96,7 @@ class LocalEngines:
         try:
             await process.start()
             await engine.ready(launch.start_timeout_s)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await engine.stop()
             raise
         return engine
@@ -142,7 +142,7 @@ class RemoteEngines:
                 await client.load_weights(str(weights.path.resolve()), weights.version)
             finally:
                 await client.resume()
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await client.close()
             raise
         return RemoteEngine(client)

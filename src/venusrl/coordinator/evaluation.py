@@ -127,7 +127,7 @@ class Sweep:
             item, attempt = self._todo.popleft()
             try:
                 trajectory = await self._attempt(client, item, self.version, attempt)
-            except BaseException:
+            except BaseException:  # whatever it is, cancellation too: raised again below
                 self._todo.appendleft((item, attempt))
                 raise
             failure = self._failure(trajectory)

@@ -231,7 +231,7 @@ class WeightPublisher:
             if self._mode != "in_flight":
                 # Nothing runs: free what the old version left. (In flight, the per-version salt isolates it.)
                 await client.reset_prefix_cache()
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await _resume_after_failure(client)
             raise
         await client.resume()

@@ -86,7 +86,7 @@ async def run_training(
         recorder.event("run_started", resumed=resume, version=store.current_version(), seed=recipe.run.seed)
         try:
             outcome, reason = await _run(recipe, store, recorder, on_status, stop or asyncio.Event(), begun)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, cancellation too: raised again below
             cause = "cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
             with contextlib.suppress(ObserveError):  # a full disk must not hide the cause
                 recorder.event("run_finished", reason="failed", error=cause)

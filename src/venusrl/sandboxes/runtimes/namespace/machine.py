@@ -73,7 +73,7 @@ class Machine:
             storage.enter_private_namespace(self._privileged)
             folder = Path(_STAGE) if self._privileged else Path(setup.root) / "stage"
             self._stage = storage.Stage(folder, setup.bubblewrap)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             self._remove_groups()
             raise
         self._sandboxes: dict[str, Sandbox] = {}
