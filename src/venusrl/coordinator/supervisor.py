@@ -63,7 +63,7 @@ class Supervisor:
             if self._failure is not None:
                 raise _as_failure(*self._failure)
             return body.result()
-        except BaseException as error:
+        except BaseException as error:  # whatever it was: stop the tasks, and pass it on
             await self._close([body, alarm], error)
             raise
         finally:

@@ -125,7 +125,7 @@ class Database:
         try:
             with self._translated():
                 self._prepare(read_only)
-        except BaseException:
+        except BaseException:  # whatever it was: give back what was opened, and pass it on
             self._connection.close()
             raise
 

@@ -61,7 +61,7 @@ class RunLock:
                     f"{path} cannot be locked ({error.strerror}): choose a --run-dir on a local disk"
                 ) from error
             _write(descriptor, Holder(os.getpid(), socket.gethostname(), time.time()))
-        except BaseException:
+        except BaseException:  # whatever it was: give back what was opened, and pass it on
             os.close(descriptor)
             raise
         return cls(descriptor, previous)

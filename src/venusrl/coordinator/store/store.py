@@ -76,12 +76,12 @@ class RunStore:
         held = lock.RunLock.acquire(run_dir)
         try:
             store = cls(run_dir, Database(run_dir / database.NAME), held)
-        except BaseException:
+        except BaseException:  # whatever it was: give back what was opened, and pass it on
             held.release()
             raise
         try:
             store._identify(recipe, resume)
-        except BaseException:
+        except BaseException:  # whatever it was: give back what was opened, and pass it on
             store.close()
             raise
         return store
@@ -95,7 +95,7 @@ class RunStore:
         store = cls(run_dir, Database(path, read_only=True), None)
         try:
             store.identity()
-        except BaseException:
+        except BaseException:  # whatever it was: give back what was opened, and pass it on
             store.close()
             raise
         return store
