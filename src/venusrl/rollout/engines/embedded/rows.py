@@ -1,0 +1,174 @@
+"""The tensors that hold KV, and attention over them.
+
+Owns: the working KV of running sequences (one dense row each, so that a decoding step attends without
+gathering pages), the page pool behind them, and the attention function that transformers models call.
+
+Must not know: which sequence is in which row or why.
+
+Guarantees: exact causal attention for any mix of decoding tokens and prompt chunks in one pass. Memory is
+committed by the system as rows and pages are first written, not when they are reserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "venusrl_rows"
+
+
+class KVShape(NamedTuple):
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class _Prefill(NamedTuple):
+    """Tokens ``first:last`` of the pass are tokens ``start:end`` of ``row``."""
+
+    first: int
+    last: int
+    row: int
+    start: int
+    end: int
+    bias: torch.Tensor
+
+
+class Pass:
+    """What one forward pass computes: token i of the pass is at ``places[i]`` of its row.
+
+    The first ``decodes`` tokens are single next tokens in ascending rows; then come prompt chunks, each contiguous.
+    """
+
+    def __init__(
+        self, kv: Rows, rows: list[int], places: list[int], decodes: int, chunks: list[tuple[int, int]]
+    ) -> None:
+        """``chunks``: (first, last) of each prompt chunk, as indices of the pass's tokens."""
+        self.kv = kv
+        self.places = torch.tensor(places)
+        self.decodes = decodes
+        self.prefills = [self._prefill(rows[a], places[a], a, b) for a, b in chunks]
+        self.rows = torch.tensor(rows[:decodes])
+        self.positions = self.places[:decodes]
+        if decodes:
+            self.active = rows[decodes - 1] + 1
+            self.longest = max(places[:decodes]) + 1
+            # Rows between the decoding ones are computed along and ignored; their lengths only have to be finite.
+            self.dense = self.active == decodes
+            lengths = torch.full((self.active,), self.longest)
+            lengths[self.rows] = self.positions + 1
+            self.bias = self._bias(torch.arange(self.longest) >= lengths[:, None])[:, None, None, :]
+
+    def _prefill(self, row: int, start: int, first: int, last: int) -> _Prefill:
+        end = start + last - first
+        later = torch.arange(end) > torch.arange(start, end)[:, None]
+        return _Prefill(first, last, row, start, end, self._bias(later))
+
+    def _bias(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape, dtype=self.kv.dtype).masked_fill_(hidden, float("-inf"))
+
+
+class Rows:
+    """``rows`` rows of ``row_tokens`` tokens, and ``pages`` pages of ``page_tokens`` tokens. A ``RowStore``.
+
+    Keys are kept transposed (head_dim, tokens): a decoding step's products then read them in order.
+    """
+
+    def __init__(
+        self, shape: KVShape, *, rows: int, row_tokens: int, pages: int, page_tokens: int, dtype: torch.dtype
+    ) -> None:
+        self.dtype = dtype
+        self._size = page_tokens
+        layers, heads, width = shape
+        row_tokens = -(-row_tokens // page_tokens) * page_tokens
+        self._keys = _reserve((rows, layers, heads, width, row_tokens), dtype)
+        self._values = _reserve((rows, layers, heads, row_tokens, width), dtype)
+        self._key_pool = _reserve((pages, layers, heads, width, page_tokens), dtype)
+        self._value_pool = _reserve((pages, layers, heads, page_tokens, width), dtype)
+        # Views made once: slicing costs as much as a small product.
+        self.keys = [self._keys[:, layer] for layer in range(layers)]
+        self.values = [self._values[:, layer] for layer in range(layers)]
+
+    def load(self, row: int, pages: Sequence[int]) -> None:
+        if not pages:
+            return
+        index, end = torch.tensor(list(pages)), len(pages) * self._size
+        self._keys[row, ..., :end] = self._key_pool[index].permute(1, 2, 3, 0, 4).flatten(3)
+        self._values[row, :, :, :end] = self._value_pool[index].permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def save(self, row: int, positions: Sequence[int], pages: Sequence[int]) -> None:
+        for position, page in zip(positions, pages, strict=True):
+            start, end = position * self._size, (position + 1) * self._size
+            self._key_pool[page] = self._keys[row, ..., start:end]
+            self._value_pool[page] = self._values[row, :, :, start:end]
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        self._keys[target, ..., :tokens] = self._keys[source, ..., :tokens]
+        self._values[target, :, :, :tokens] = self._values[source, :, :, :tokens]
+
+
+def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose memory is committed on first write (torch.zeros writes them all)."""
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def rows_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    rows_pass: Pass,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the pass's keys and values to their rows, and attend. Shapes are (1, heads, tokens, head_dim)."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if unused.get(name) is not None:
+            raise ValueError(f"the embedded engine does not compute this model's attention ({name})")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = rows_pass.kv.keys[layer], rows_pass.kv.values[layer]
+    heads, tokens, width = query.shape[1:]
+    kv_heads = key.shape[1]
+    # (tokens, kv heads, queries of that kv head, head_dim): no copy of keys per query head.
+    grouped = (query[0].transpose(0, 1) * scaling).view(tokens, kv_heads, heads // kv_heads, width)
+    fresh_keys, fresh_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    output = torch.empty_like(grouped)
+    if count := rows_pass.decodes:
+        at = (rows_pass.rows, rows_pass.positions)
+        keys[at[0], :, :, at[1]] = fresh_keys[:count]
+        values[at[0], :, at[1]] = fresh_values[:count]
+        output[:count] = _decode(grouped[:count], keys, values, rows_pass)
+    for chunk in rows_pass.prefills:
+        part = slice(chunk.first, chunk.last)
+        row_keys, row_values = keys[chunk.row, :, :, : chunk.end], values[chunk.row, :, : chunk.end]
+        row_keys[:, :, chunk.start :] = fresh_keys[part].permute(1, 2, 0)
+        row_values[:, chunk.start :] = fresh_values[part].transpose(0, 1)
+        output[part] = _prefill(grouped[part], row_keys, row_values, chunk.bias)
+    return output.view(1, tokens, heads, width), None
+
+
+def _decode(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_pass: Pass) -> torch.Tensor:
+    if not rows_pass.dense:
+        query = query.new_zeros(rows_pass.active, *query.shape[1:]).index_copy_(0, rows_pass.rows, query)
+    active, longest = rows_pass.active, rows_pass.longest
+    scores = torch.matmul(query, keys[:active, :, :, :longest])
+    weights = torch.softmax(scores.add_(rows_pass.bias), -1)
+    output = torch.matmul(weights, values[:active, :, :longest])
+    return output if rows_pass.dense else output[rows_pass.rows]
+
+
+def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    size, kv_heads, groups, width = query.shape
+    flat = query.permute(1, 2, 0, 3).reshape(kv_heads, groups * size, width)
+    scores = torch.matmul(flat, keys).view(kv_heads, groups, size, -1).add_(bias)
+    weights = torch.softmax(scores, -1).view(kv_heads, groups * size, -1)
+    return torch.matmul(weights, values).view(kv_heads, groups, size, width).permute(2, 0, 1, 3)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, rows_attention)

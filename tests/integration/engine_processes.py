@@ -1,0 +1,98 @@
+"""Real engine processes and tiny seeded models for the engine tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from venusrl.rollout.engines.launch import EngineKind, EngineSettings, engine_command
+
+KEY = "test-key"
+VOCABULARY = 128
+CONTEXT = 512
+
+
+@dataclass
+class EngineProcess:
+    """A running server, and the file with all that it printed."""
+
+    base_url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def save_model(directory: Path, seed: int, scale: float = 0.2) -> Path:
+    """A random Qwen3 whose next-token distributions are far from uniform (``scale``: spread of its weights)."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=scale,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def reference_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
+    """Plain float32 logits after every token, by one uncached forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def engine_process(
+    kind: EngineKind, model: Path, *, slots: int = 16, kv_capacity_tokens: int = 8192, context_tokens: int = CONTEXT
+) -> Iterator[EngineProcess]:
+    """Start a server and stop it in the end, whatever happened to it."""
+    settings = EngineSettings(str(model), kv_capacity_tokens, slots, context_tokens)
+    launch = engine_command(kind, settings, port=free_port(), api_key=KEY)
+    log = Path(tempfile.mkdtemp(prefix="venusrl-engine-")) / "engine.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            launch.argv,
+            env={**os.environ, **launch.env},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield EngineProcess(launch.base_url, process, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)

@@ -1,0 +1,371 @@
+"""What a run needs of an engine, checked against real servers: the embedded worker, and vLLM where installed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.engine_processes import (
+    CONTEXT,
+    KEY,
+    VOCABULARY,
+    EngineProcess,
+    engine_process,
+    reference_logits,
+    save_model,
+)
+
+from venusrl.rollout.engines.client import HttpEngineClient
+from venusrl.rollout.engines.install import vllm_python
+from venusrl.rollout.engines.launch import EMBEDDED_START_TIMEOUT_S, VLLM_START_TIMEOUT_S, EngineKind
+from venusrl.rollout.engines.protocol import EngineError, EngineLoad, EngineLost, GenerateRequest, Generation
+from venusrl.types import SamplingParams, StopReason, VersionSpan
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = [(7 * i + 3) % VOCABULARY for i in range(100)]
+START_TIMEOUT_S = {"embedded": EMBEDDED_START_TIMEOUT_S, "vllm": VLLM_START_TIMEOUT_S}
+TOLERANCE = {"embedded": 1e-4, "vllm": 2e-3}
+
+_ids = itertools.count()
+_versions = itertools.count(1)
+
+pytestmark = pytest.mark.timeout(420)
+
+
+@dataclass
+class Contract:
+    """One server, started on ``weights[0]``; every test begins with those weights under a fresh version."""
+
+    kind: EngineKind
+    server: EngineProcess
+    weights: tuple[Path, Path]
+    client: HttpEngineClient
+    version: int
+
+    async def ask(self, prompt: list[int], limit: int, sampling: SamplingParams = GREEDY, salt: str = "") -> Generation:
+        return await self.client.generate(request(prompt, limit, sampling, salt))
+
+    def check(self, prompt: list[int], done: Generation, sampling: SamplingParams = GREEDY, weights: int = 0) -> None:
+        """The tokens are possible and their log-probabilities those of a plain forward pass."""
+        expected = processed(reference_logits(self.weights[weights], prompt + done.token_ids), sampling)
+        for i, (token, logprob) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
+            row = expected[len(prompt) + i - 1]
+            assert logprob == pytest.approx(float(row[token]), abs=TOLERANCE[self.kind])
+            if sampling.temperature == 0:
+                assert token == int(row.argmax())
+
+
+def request(
+    prompt: list[int], limit: int, sampling: SamplingParams = GREEDY, salt: str = "", urgency: int = 0
+) -> GenerateRequest:
+    return GenerateRequest(f"r{next(_ids):05d}", prompt, limit, sampling, urgency, salt)
+
+
+def processed(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """The slow, obvious way to the distribution that was sampled from."""
+    rows = []
+    for logit in logits / (sampling.temperature or 1.0):
+        order = logit.argsort(descending=True)
+        if sampling.top_k:
+            order = order[: sampling.top_k]
+        probabilities = torch.softmax(logit[order], -1)
+        keep = [i for i in range(len(order)) if float(probabilities[:i].sum()) < sampling.top_p]
+        row = torch.full_like(logit, float("-inf"))
+        row[order[keep]] = torch.log_softmax(logit[order[keep]], -1)
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("weights")
+    return save_model(root / "old", 1), save_model(root / "new", 2)
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def server(request: pytest.FixtureRequest, weights: tuple[Path, Path]) -> Iterator[tuple[EngineKind, EngineProcess]]:
+    kind: EngineKind = request.param
+    if kind == "vllm" and vllm_python() is None:
+        pytest.skip("the vLLM environment is not installed: venusrl engine install vllm")
+    with engine_process(kind, weights[0]) as process:
+        yield kind, process
+
+
+@pytest.fixture
+async def engine(server: tuple[EngineKind, EngineProcess], weights: tuple[Path, Path]) -> AsyncIterator[Contract]:
+    kind, process = server
+    client = HttpEngineClient(process.base_url, KEY, slots=16)
+    try:
+        await client.wait_ready(START_TIMEOUT_S[kind])
+    except EngineLost:
+        pytest.fail(f"the engine did not start:\n{process.text()[-3000:]}")
+    await client.resume()
+    version = next(_versions)
+    await client.load_weights(str(weights[0]), version)
+    yield Contract(kind, process, weights, client, version)
+    await client.close()
+
+
+async def running(client: HttpEngineClient, tokens: int = 3) -> None:
+    """Wait until a request has generated some tokens."""
+    before = (await client.load()).generated_tokens_total
+    await until(client, lambda load: load.generated_tokens_total >= before + tokens)
+
+
+async def until(client: HttpEngineClient, condition: Callable[[EngineLoad], bool]) -> EngineLoad:
+    async with asyncio.timeout(30):
+        while not condition(load := await client.load()):  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.002)
+    return load
+
+
+async def test_greedy_tokens_and_logprobs_are_those_of_a_plain_forward(engine: Contract) -> None:
+    done = await engine.ask(PROMPT, 24)
+    assert len(done.token_ids) == 24
+    assert done.stop is StopReason.LENGTH
+    assert done.spans == [VersionSpan(engine.version, 0, 24)]
+    engine.check(PROMPT, done)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_p=0.9),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=0.9, top_k=20, top_p=0.6),
+    ],
+    ids=str,
+)
+async def test_sampled_logprobs_are_those_of_the_processed_distribution(
+    engine: Contract, sampling: SamplingParams
+) -> None:
+    answers = await asyncio.gather(*(engine.ask(PROMPT, 16, sampling) for _ in range(4)))
+    for done in answers:
+        engine.check(PROMPT, done, sampling)
+    assert len({tuple(done.token_ids) for done in answers}) > 1
+
+
+async def test_many_different_requests_at_once_are_each_exact(engine: Contract) -> None:
+    prompts = [[(i * j + 5 * i + j) % VOCABULARY for j in range(1, 20 + 11 * i)] for i in range(1, 25)]
+    kinds = [GREEDY, SamplingParams(temperature=0.8, top_p=0.95), SamplingParams(temperature=1.0, top_k=7)]
+    samplings = [kinds[i % 3] for i in range(len(prompts))]
+    answers = await asyncio.gather(
+        *(engine.ask(p, 5 + i, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True)))
+    )
+    for prompt, sampling, done in zip(prompts, samplings, answers, strict=True):
+        engine.check(prompt, done, sampling)
+
+
+async def test_a_following_turn_reuses_the_prefix_and_stays_exact(engine: Contract) -> None:
+    first = await engine.ask(PROMPT, 40)
+    longer = PROMPT + first.token_ids + [1, 2, 3, 4, 5]
+    second = await engine.ask(longer, 8)
+    assert second.cached_tokens >= 128, "generated tokens are reused too, in whole pages"
+    engine.check(longer, second)
+    apart = await engine.ask(longer, 8, salt="another namespace")
+    assert apart.cached_tokens == 0
+    engine.check(longer, apart)
+
+
+async def test_stop_tokens_end_a_turn_and_are_part_of_it(engine: Contract) -> None:
+    free = await engine.ask(PROMPT, 12)
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    done = await engine.ask(PROMPT, 12, SamplingParams(temperature=0.0, stop_token_ids=(stop,)))
+    assert done.stop is StopReason.STOP
+    assert done.token_ids == free.token_ids[: first + 1]
+
+
+async def test_a_seed_makes_a_request_repeatable(engine: Contract) -> None:
+    seeded = SamplingParams(temperature=1.0, seed=1234)
+    alone = await engine.ask(PROMPT, 12, seeded)
+    again, *_ = await asyncio.gather(
+        engine.ask(PROMPT, 12, seeded), *(engine.ask([i + 1] * 9, 12, SamplingParams()) for i in range(5))
+    )
+    assert again.token_ids == alone.token_ids
+
+
+async def test_T18_a_full_context_is_told_from_a_normal_end(engine: Contract) -> None:
+    prompt = [i % VOCABULARY for i in range(CONTEXT - 6)]
+    cut = await engine.ask(prompt, 50)
+    assert cut.stop is StopReason.CONTEXT
+    assert len(cut.token_ids) == 6
+    engine.check(prompt, cut)
+    full = await engine.ask([1] * CONTEXT, 50)
+    assert (full.stop, full.token_ids) == (StopReason.CONTEXT, [])
+    short = await engine.ask(PROMPT, 6)
+    assert short.stop is StopReason.LENGTH
+
+
+async def test_abort_returns_what_was_generated(engine: Contract) -> None:
+    asked = request(PROMPT, 400)
+    task = asyncio.create_task(engine.client.generate(asked))
+    await running(engine.client)
+    await engine.client.abort([asked.request_id, "never-heard-of"])
+    done = await asyncio.wait_for(task, 10)
+    assert done.stop is StopReason.ABORT
+    assert 0 < len(done.token_ids) < 400
+    engine.check(PROMPT, done)
+
+
+async def test_pause_keeps_requests_and_new_ones_queue(engine: Contract) -> None:
+    task = asyncio.create_task(engine.ask(PROMPT, 300))
+    await running(engine.client)
+    await engine.client.pause()
+    assert await engine.client.is_paused()
+    await asyncio.sleep(0.1)
+    queued = asyncio.create_task(engine.ask(PROMPT[:50], 4))
+    before = (await engine.client.load()).generated_tokens_total
+    await asyncio.sleep(0.3)
+    assert (await engine.client.load()).generated_tokens_total == before
+    assert not task.done()
+    assert not queued.done()
+    await engine.client.resume()
+    done = await task
+    assert len(done.token_ids) == 300
+    engine.check(PROMPT, done)
+    engine.check(PROMPT[:50], await queued)
+
+
+async def test_abort_works_while_paused(engine: Contract) -> None:
+    asked = request(PROMPT, 300)
+    task = asyncio.create_task(engine.client.generate(asked))
+    await running(engine.client)
+    await engine.client.pause()
+    await engine.client.abort([asked.request_id])
+    done = await asyncio.wait_for(task, 10)
+    assert done.stop is StopReason.ABORT
+    assert done.token_ids
+    await engine.client.resume()
+
+
+async def test_T03_weights_loaded_in_flight_split_the_spans_of_a_turn(engine: Contract) -> None:
+    task = asyncio.create_task(engine.ask(PROMPT, 350))
+    await running(engine.client)
+    await engine.client.pause()
+    newer = next(_versions)
+    await engine.client.load_weights(str(engine.weights[1]), newer)
+    assert await engine.client.version() == newer
+    await engine.client.resume()
+    done = await task
+    assert len(done.token_ids) == 350
+    assert [span.version for span in done.spans] == [engine.version, newer]
+    (old, new) = done.spans
+    assert (old.start, old.end, new.end) == (0, new.start, 350)
+    kept = Generation(done.token_ids[: old.end], done.logprobs[: old.end], [], StopReason.LENGTH)
+    engine.check(PROMPT, kept)
+
+
+async def test_T07_no_prefix_survives_new_weights(engine: Contract) -> None:
+    old = await engine.ask(PROMPT, 8)
+    assert (await engine.ask(PROMPT, 8)).cached_tokens > 0
+    in_flight = asyncio.create_task(engine.ask(PROMPT, 200))
+    await running(engine.client)
+    await engine.client.pause()
+    await engine.client.load_weights(str(engine.weights[1]), next(_versions))
+    await engine.client.resume()
+    new = await engine.ask(PROMPT, 8)
+    assert new.cached_tokens == 0
+    assert new.token_ids != old.token_ids
+    engine.check(PROMPT, new, weights=1)
+    # What the old turn computed with both weights is not found either.
+    mixed = await in_flight
+    longer = PROMPT + mixed.token_ids
+    after = await engine.ask(longer, 4)
+    assert after.cached_tokens <= len(PROMPT)
+    engine.check(longer, after, weights=1)
+
+
+async def test_T10_a_failed_weight_load_tells_the_engines_words_and_the_next_one_works(
+    engine: Contract, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError) as failure:
+        await engine.client.load_weights(str(tmp_path / "nothing-here"), next(_versions))
+    assert not isinstance(failure.value, EngineLost)
+    assert time.monotonic() - began < 60
+    assert "500" in str(failure.value)
+    newer = next(_versions)
+    await engine.client.load_weights(str(engine.weights[1]), newer)
+    assert await engine.client.version() == newer
+    engine.check(PROMPT, await engine.ask(PROMPT, 8), weights=1)
+
+
+async def test_T13_a_resumed_turn_keeps_to_its_budget(engine: Contract) -> None:
+    budget = 300
+    asked = request(PROMPT, budget)
+    task = asyncio.create_task(engine.client.generate(asked))
+    await running(engine.client)
+    await engine.client.abort([asked.request_id])
+    part = await task
+    rest = await engine.ask(PROMPT + part.token_ids, budget - len(part.token_ids))
+    assert len(part.token_ids) + len(rest.token_ids) == budget
+    assert rest.stop is StopReason.LENGTH
+    whole = Generation(part.token_ids + rest.token_ids, part.logprobs + rest.logprobs, [], StopReason.LENGTH)
+    engine.check(PROMPT, whole)
+
+
+async def test_T30_cancelling_a_call_leaves_nothing_running(engine: Contract) -> None:
+    task = asyncio.create_task(engine.ask(PROMPT, 400))
+    await running(engine.client)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        load = await until(engine.client, lambda load: not load.running and not load.waiting)
+    settled = load.generated_tokens_total
+    await asyncio.sleep(0.1)
+    assert (await engine.client.load()).generated_tokens_total == settled
+
+
+async def test_load_reports_what_runs_and_what_the_cache_holds(engine: Contract) -> None:
+    task = asyncio.create_task(engine.ask(PROMPT, 300))
+    await running(engine.client)
+    load = await engine.client.load()
+    assert (load.running, load.waiting, load.slots) == (1, 0, 16)
+    assert load.kv_capacity == 8192
+    assert len(PROMPT) <= load.kv_used <= len(PROMPT) + 350
+    assert load.prefill_tokens_total >= len(PROMPT)
+    await task
+
+
+async def test_a_wrong_key_is_refused(engine: Contract) -> None:
+    stranger = HttpEngineClient(engine.server.base_url, "wrong", context_tokens=CONTEXT)
+    try:
+        with pytest.raises(EngineError, match="401"):
+            await stranger.generate(request(PROMPT, 4))
+    finally:
+        await stranger.close()
+
+
+async def test_bad_requests_are_refused_and_harm_nobody(engine: Contract) -> None:
+    task = asyncio.create_task(engine.ask(PROMPT, 200))
+    await running(engine.client)
+    with pytest.raises(EngineError) as failure:
+        await engine.ask([1, 2, VOCABULARY + 7], 4)
+    assert not isinstance(failure.value, EngineLost)
+    engine.check(PROMPT, await task)
+
+
+async def test_killed_engine_is_lost(weights: tuple[Path, Path], server: tuple[EngineKind, EngineProcess]) -> None:
+    kind, _ = server
+    with engine_process(kind, weights[0]) as process:
+        client = HttpEngineClient(process.base_url, KEY)
+        await client.wait_ready(START_TIMEOUT_S[kind])
+        task = asyncio.create_task(client.generate(request(PROMPT, 400)))
+        await running(client)
+        process.process.kill()
+        with pytest.raises(EngineLost):
+            await asyncio.wait_for(task, 10)
+        with pytest.raises(EngineLost):
+            await client.load()
+        with pytest.raises(EngineLost, match="not ready within"):
+            await client.wait_ready(0.3)
+        await client.close()
