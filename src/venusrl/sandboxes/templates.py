@@ -36,8 +36,8 @@ HOST_ETC = (
 )
 HOST_ETC_PREFIXES = ("python3",)
 HOST_USER = 1000
-WRITABLE = ("work", "tmp")
-"""Top-level directories every sandbox can write; with ``host``, the only ones."""
+WRITABLE = ("work", "tmp", "logs")
+"""Top-level directories every sandbox can write; with ``host``, the only ones. Verifiers leave their word in /logs."""
 _SHELLS = ("bin/sh", "usr/bin/sh")
 
 

@@ -130,7 +130,7 @@ class Stage:
             fd = os.open(seen, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             disk = Disk(view, fd, str(base), tuple(mounted), tuple(map(str, folders)), template.directory is not None)
             restore(disk, owner)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, cancellation too: raised again below
             self._undo(mounted, [str(f) for f in folders])
             if isinstance(error, OSError):
                 raise HostDiskFull(f"a sandbox's disk could not be made: {error}") from None
@@ -217,16 +217,16 @@ def is_full(disk: Disk) -> bool:
 
 
 def restore(disk: Disk, owner: int) -> None:
-    """Put back what commands in a whole root need and may have removed or replaced by a link."""
-    for name in ("dev", "proc", *templates.WRITABLE):
+    """Make, or put back, the directories that every command needs: in a whole root one can remove or replace them."""
+    for name in (*(("dev", "proc") if disk.whole else ()), *templates.WRITABLE):
         files.make_mount_point(disk.root, name, directory=True)
     _give(disk.root, owner)
 
 
 def _give(root: int, owner: int) -> None:
-    for name, mode in (("work", 0o755), ("tmp", 0o1777)):
+    for name in templates.WRITABLE:
         os.chown(name, owner, owner, dir_fd=root, follow_symlinks=False)
-        os.chmod(name, mode, dir_fd=root)
+        os.chmod(name, 0o1777 if name == "tmp" else 0o755, dir_fd=root)
 
 
 def _size(path: Path) -> int:
