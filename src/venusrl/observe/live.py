@@ -109,7 +109,7 @@ def _reward(status: Status, width: int) -> Text:
 def held_out(evaluations: Sequence[EvaluationPoint]) -> str:
     """``sampled 0.31 → 0.58 (v40) · greedy 0.35``: first and newest of each mode."""
     shown = []
-    for mode in dict.fromkeys(e.mode for e in evaluations):
+    for mode in sorted({e.mode for e in evaluations}, reverse=True):  # sampled before greedy
         curve = [e for e in evaluations if e.mode == mode]
         text = f"{mode} {curve[0].reward:.2f}"
         shown.append(text if len(curve) == 1 else f"{text} → {curve[-1].reward:.2f} (v{curve[-1].version})")
@@ -122,8 +122,13 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _trainer(status: Status) -> str:
     state = status.trainer or "starting"
-    because = f": {status.waiting_for}" if status.waiting_for else ""
+    because = f": {status.waiting_for}" if _waits(status) else ""
     return f"{state}{because} · idle {status.trainer_idle_fraction:.0%} of the time"
+
+
+def _waits(status: Status) -> bool:
+    # Once the last step is trained nobody waits for a batch any more, whatever the scheduler's reason.
+    return bool(status.waiting_for) and status.version < status.max_steps
 
 
 def _workers(workers: Sequence[WorkerStatus]) -> RenderableType:
@@ -149,7 +154,7 @@ def plain(status: Status) -> str:
         parts.append(f"held out {held_out(status.evaluations)}")
     parts.append(f"staleness max {status.staleness_max}")
     parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
-    if status.waiting_for:
+    if _waits(status):
         parts.append(f"waiting for {status.waiting_for}")
     return " · ".join(parts)
 
