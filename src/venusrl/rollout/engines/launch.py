@@ -21,7 +21,7 @@ from venusrl.rollout.engines.protocol import EngineError
 EngineKind = Literal["embedded", "vllm"]
 
 VLLM_START_TIMEOUT_S = 300.0
-EMBEDDED_START_TIMEOUT_S = 60.0
+EMBEDDED_START_TIMEOUT_S = 180.0
 _VLLM_BLOCK = 32
 
 
