@@ -1,0 +1,250 @@
+"""The embedded engine's decisions, against a store that knows which token every KV entry stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from venusrl.rollout.engines.embedded.batcher import Batcher, Chunk, Sequence
+from venusrl.rollout.engines.embedded.pages import Pages
+from venusrl.types import SamplingParams
+
+SIZE = 4
+Entry = tuple[int, tuple[int, ...]]
+"""KV of one token: the weights that computed it, and all tokens up to it."""
+
+
+class Store:
+    """A row store of entries instead of tensors."""
+
+    def __init__(self, rows: int, pages: int) -> None:
+        self.rows: list[list[Entry]] = [[] for _ in range(rows)]
+        self.pages: list[list[Entry]] = [[] for _ in range(pages)]
+
+    def load(self, row: int, pages: SequenceOf[int]) -> None:
+        self.rows[row] = [entry for page in pages for entry in self.pages[page]]
+
+    def save(self, row: int, positions: SequenceOf[int], pages: SequenceOf[int]) -> None:
+        for position, page in zip(positions, pages, strict=True):
+            self.pages[page] = self.rows[row][position * SIZE : (position + 1) * SIZE]
+            assert len(self.pages[page]) == SIZE
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        self.rows[target] = self.rows[source][:tokens]
+
+
+class Bench:
+    """A batcher driven like the engine drives it."""
+
+    def __init__(self, pages: int, slots: int, prefill_tokens: int) -> None:
+        self.pages = Pages(pages, SIZE)
+        self.store = Store(slots, pages)
+        self.batcher = Batcher(self.pages, self.store, slots=slots, prefill_tokens=prefill_tokens)
+        self.weights = 0
+        self.live: list[Sequence] = []
+
+    def add(self, tokens: list[int], new: int, *, priority: int = 0, salt: str = "") -> Sequence:
+        sequence = Sequence(f"s{len(self.live)}", list(tokens), len(tokens) + new, SamplingParams(), priority, salt)
+        self.batcher.add(sequence)
+        self.live.append(sequence)
+        return sequence
+
+    def step(self) -> list[Chunk]:
+        chunks = self.batcher.plan()
+        for chunk in chunks:
+            self.compute(chunk)
+        for chunk in chunks:
+            if chunk.samples:
+                sequence = chunk.sequence
+                sequence.tokens.append(sum(sequence.tokens) % 3)
+                if len(sequence.tokens) >= sequence.limit:
+                    self.end(sequence)
+        return chunks
+
+    def compute(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        row = self.store.rows[sequence.row]
+        assert len(row) >= chunk.start, "the KV before a chunk is in the row"
+        entries = [(self.weights, tuple(sequence.tokens[: i + 1])) for i in range(chunk.start, chunk.end)]
+        self.store.rows[sequence.row] = row[: chunk.start] + entries
+        self.batcher.computed(chunk)
+
+    def end(self, sequence: Sequence) -> None:
+        self.live.remove(sequence)
+        self.batcher.remove(sequence)
+
+    def drain(self, limit: int = 10_000) -> int:
+        steps = 0
+        while self.live:
+            assert self.step(), "live sequences always make progress"
+            steps += 1
+            assert steps < limit
+        return steps
+
+
+def test_a_group_computes_its_shared_prompt_once() -> None:
+    bench = Bench(pages=200, slots=8, prefill_tokens=64)
+    prompt = list(range(30))
+    members = [bench.add(prompt, 5) for _ in range(8)]
+    bench.drain()
+    assert members[0].cached_tokens == 0
+    assert [m.cached_tokens for m in members[1:]] == [28] * 7
+    assert bench.batcher.prefilled_tokens == 30 + 7 * 2
+
+
+def test_a_later_turn_finds_generated_tokens() -> None:
+    bench = Bench(pages=50, slots=2, prefill_tokens=64)
+    first = bench.add([5, 6, 7, 8, 9], 8)
+    bench.drain()
+    second = bench.add([*first.tokens, 1, 1, 1], 4)
+    bench.drain()
+    assert second.cached_tokens == 12
+    assert bench.add(first.tokens, 1, salt="other").cached_tokens == 0
+
+
+def test_when_pages_run_out_the_last_gives_way_and_all_end() -> None:
+    bench = Bench(pages=8, slots=4, prefill_tokens=64)
+    first = bench.add([1] * 8, 20)
+    others = [bench.add([i] * 4, 16) for i in range(2, 5)]
+    while first in bench.live:
+        assert first in [chunk.sequence for chunk in bench.step()]
+    bench.drain()
+    assert bench.batcher.preemptions > 0
+    assert all(len(s.tokens) == s.limit for s in [first, *others])
+
+
+def test_urgent_sequences_go_first_and_nobody_is_passed_by_smaller_ones() -> None:
+    bench = Bench(pages=6, slots=4, prefill_tokens=64)
+    bench.add([1] * 8, 12)
+    bench.step()
+    large = bench.add([2] * 16, 4)
+    small = bench.add([3] * 4, 3)
+    urgent = bench.add([4] * 4, 1, priority=-1)
+    bench.step()
+    assert urgent not in bench.live, "the urgent one fits beside the running one"
+    assert bench.batcher.waiting == [large, small]
+    order = []
+    while bench.live:
+        order += [s for s in (large, small) if s.row >= 0 and s not in order]
+        bench.step()
+    assert order == [large, small]
+
+
+def test_long_prompts_are_computed_in_pieces_beside_decoding() -> None:
+    bench = Bench(pages=100, slots=4, prefill_tokens=10)
+    running = bench.add([1, 2], 30)
+    bench.step()
+    bench.add([3] * 35, 2)
+    sizes = []
+    for _ in range(4):
+        chunks = bench.step()
+        assert chunks[0].sequence is running
+        assert chunks[0].decode
+        sizes.append(chunks[1].end - chunks[1].start)
+    assert sizes == [10, 10, 10, 5]
+
+
+def test_T07_nothing_computed_under_old_weights_is_found() -> None:
+    bench = Bench(pages=100, slots=4, prefill_tokens=64)
+    running = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9], 30)
+    bench.step()
+    bench.weights = 1
+    bench.batcher.reset_cache(new_weights=True)
+    bench.drain()
+    again = bench.add(running.tokens, 4)
+    bench.drain()
+    assert again.cached_tokens == 0
+    later = bench.add(running.tokens, 1)
+    bench.drain()
+    assert later.cached_tokens > 0, "what the new weights computed is"
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    """Random traffic: KV is always that of the right tokens, and never of two versions in the cache."""
+
+    @initialize(pages=st.integers(8, 24), slots=st.integers(1, 5), prefill=st.integers(1, 20))
+    def start(self, pages: int, slots: int, prefill: int) -> None:
+        self.bench = Bench(pages, slots, prefill)
+        self.capacity = pages * SIZE
+
+    @rule(
+        shared=st.integers(0, 12),
+        own=st.lists(st.integers(0, 2), min_size=1, max_size=10),
+        new=st.integers(1, 10),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "x"]),
+    )
+    def add(self, shared: int, own: list[int], new: int, priority: int, salt: str) -> None:
+        if shared + len(own) + new <= self.capacity and len(self.bench.live) < 12:
+            self.bench.add([0, 1, 2, 0, 2, 1, 1, 0, 0, 2, 2, 1][:shared] + own, new, priority=priority, salt=salt)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            assert bool(self.bench.step()) == bool(self.bench.live) or not self.bench.live
+
+    @precondition(lambda self: bool(self.bench.live))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.bench.end(data.draw(st.sampled_from(self.bench.live)))
+
+    @rule(new_weights=st.booleans())
+    def reset(self, new_weights: bool) -> None:
+        self.bench.weights += new_weights
+        self.bench.batcher.reset_cache(new_weights=new_weights)
+
+    @invariant()
+    def rows_are_dense_and_right(self) -> None:
+        bench = self.bench
+        assert [s.row for s in bench.batcher.running] == list(range(len(bench.batcher.running)))
+        for sequence in bench.batcher.running:
+            row = bench.store.rows[sequence.row][: sequence.computed]
+            assert [tokens for _, tokens in row] == [tuple(sequence.tokens[: i + 1]) for i in range(sequence.computed)]
+            assert sequence.stale or all(weights == bench.weights for weights, _ in row)
+
+    @invariant()
+    def pages_add_up(self) -> None:
+        bench = self.bench
+        held = {page for sequence in bench.batcher.running for page in sequence.pages}
+        assert bench.pages.held == len(held)
+        assert all(not s.pages for s in bench.batcher.waiting)
+
+    @invariant()
+    def found_pages_are_of_these_tokens_and_weights(self) -> None:
+        bench = self.bench
+        for sequence in bench.live:
+            found, _ = bench.pages.match(sequence.salt, sequence.tokens, len(sequence.tokens))
+            entries = [entry for page in found for entry in bench.store.pages[page]]
+            expected = [(bench.weights, tuple(sequence.tokens[: i + 1])) for i in range(len(entries))]
+            assert entries == expected
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.drain()
+            assert self.bench.pages.held == 0
+
+
+TestBatcherMachine = BatcherMachine.TestCase
+TestBatcherMachine.settings = settings(max_examples=25, stateful_step_count=25)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=4, max_size=16), max_size=12), st.integers(4, 8))
+@settings(max_examples=25)
+def test_taking_all_pages_evicts_every_chain_tail_first(contents: list[list[int]], count: int) -> None:
+    pages = Pages(count, SIZE)
+    for tokens in contents:
+        full = len(tokens) // SIZE
+        shared, _ = pages.match("", tokens, len(tokens))
+        table = pages.take(shared, full - len(shared))
+        if table is None:
+            continue
+        pages.publish("", tokens, table, len(shared), full)
+        pages.release(table)
+        assert len(pages.match("", tokens, len(tokens))[0]) == full
+    taken = [pages.take((), 1) for _ in range(count)]
+    assert None not in taken
+    assert pages.available == 0
+    assert all(pages.match("", tokens, len(tokens))[0] == [] for tokens in contents)
