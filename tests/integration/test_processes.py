@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from venusrl.coordinator import guardian
 from venusrl.coordinator.errors import ProcessError
 from venusrl.coordinator.processes import Command, ProcessExit, SupervisedProcess
 
@@ -167,6 +169,16 @@ async def test_killing_guardian_or_program_ends_both(tmp_path: Path) -> None:
         assert (end.code, end.asked) == (-signal.SIGKILL, False)
         assert "killed by SIGKILL" in str(end)
         await until(lambda: not [pid for pid in tree if alive(pid)])  # noqa: B023 - awaited in this very turn
+
+
+async def test_a_guardian_killed_when_nobody_is_there_to_sweep_takes_the_program_with_it() -> None:
+    spec = json.dumps({"argv": ["/bin/sleep", "300"], "cpus": [], "nice": 0})
+    command = [sys.executable, "-I", "-S", guardian.__file__, spec]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as alone:  # noqa: ASYNC220
+        await until(lambda: bool(descendants(alone.pid)))
+        (program,) = descendants(alone.pid)
+        alone.kill()
+        await until(lambda: not alive(program))
 
 
 async def test_cancelled_stop_kills_at_once(tmp_path: Path) -> None:
