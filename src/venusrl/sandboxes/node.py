@@ -90,6 +90,7 @@ class EmbeddedNode:
         self._limits: dict[str, Limits] = {}
         self._creating = 0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._clearing: asyncio.Task[None] | None = None
         self._lease: asyncio.Task[None] | None = None
         self._open = False
         self.report: wire.Report | None = None
@@ -268,8 +269,8 @@ class EmbeddedNode:
 
     async def _launch(self) -> LauncherClient:
         bubblewrap = await asyncio.to_thread(bwrap.find)
-        if self.report is not None:
-            await asyncio.to_thread(ownership.clear_groups, self.report.cgroup_directories)
+        if self._clearing is not None:
+            await self._clearing
         client = await LauncherClient.start(self._registry.log(self._node_id), self._on_end)
         config = self._config
         try:
@@ -295,6 +296,8 @@ class EmbeddedNode:
         lost = list(self._limits)
         if self._open:
             _log.error("%s; %d sandboxes are lost", reason, len(lost))
+            groups = () if self.report is None else self.report.cgroup_directories
+            self._clearing = self._supervise(asyncio.to_thread(ownership.end_processes, self._node_id, groups))
         for sandbox in lost:
             self._forget(sandbox)
 

@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxError
-from venusrl.sandboxes.runtimes.namespace import cgroup
+from venusrl.sandboxes.runtimes.namespace import cgroup, spawn
 
 _T = TypeVar("_T")
 _LAUNCHER_GRACE_S = 10.0
@@ -182,10 +182,20 @@ def _end(node: NodeRecord) -> None:
             if time.monotonic() > deadline:
                 os.kill(node.launcher.pid, signal.SIGKILL)
             time.sleep(0.01)
-    clear_groups(node.cgroups)
+    end_processes(node.node_id, node.cgroups)
 
 
-def clear_groups(directories: tuple[str, ...]) -> None:
-    """Kill what runs in a dead launcher's control groups and remove them."""
-    for directory in directories:
+def end_processes(node_id: str, cgroups: tuple[str, ...]) -> None:
+    """After a launcher's death: kill what it may have left and remove its control groups.
+
+    Its commands die with it, but for one that bubblewrap was just then beginning: that one waits for ever.
+    """
+    wanted = spawn.title(node_id).encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cmdline").read_bytes().split(b"\0", 1)[0] == wanted:
+                os.kill(int(entry.name), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # gone meanwhile, or not ours
+    for directory in cgroups:
         cgroup.remove_tree(Path(directory))

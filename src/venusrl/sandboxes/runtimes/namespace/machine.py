@@ -56,6 +56,7 @@ class Machine:
     def __init__(self, setup: wire.Setup) -> None:
         """Enter private namespaces and find the control groups. Raises RuntimeUnavailable."""
         self._privileged = os.geteuid() == 0
+        self._title = spawn.title(setup.node_id)
         kernel.become_subreaper()
         self._seccomp = _seccomp_descriptor()
         self._pool = None
@@ -232,6 +233,7 @@ class Machine:
             inherited = (status_end, rules, *(() if sandbox.userns is None else (sandbox.userns,)))
             job = spawn.Job(
                 program=self._stage.bubblewrap,
+                title=self._title,
                 arguments=arguments,
                 command=request.command.encode(errors="surrogateescape"),
                 output=output_end,

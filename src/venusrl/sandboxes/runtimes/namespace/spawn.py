@@ -28,10 +28,17 @@ _OOM_SCORE = "700"
 """When the whole machine runs out of memory, a sandbox goes before the run does."""
 
 
+def title(node_id: str) -> str:
+    """What bubblewrap is called when it works for this node."""
+    return f"sandbox-{node_id}"
+
+
 class Job(msgspec.Struct, frozen=True):
     """What to start. ``host_uid`` None = stay who we are (unprivileged)."""
 
     program: str
+    title: str
+    """Its argv[0], by which strays are found when their launcher was killed."""
     arguments: int
     """Descriptor with bubblewrap's own arguments."""
     command: bytes
@@ -71,7 +78,7 @@ def _exec(job: Job) -> NoReturn:
             os.setresuid(job.host_uid, job.host_uid, job.host_uid)
         kernel.set_parent_death_signal(signal.SIGKILL)
         os.chdir("/")
-        argv = [b"bwrap", b"--args", str(job.arguments).encode(), b"--", b"/bin/sh", b"-c", job.command]
+        argv = [job.title.encode(), b"--args", str(job.arguments).encode(), b"--", b"/bin/sh", b"-c", job.command]
         os.execve(job.program, argv, {})
     except BaseException as error:  # noqa: BLE001 - a forked child must never return into the launcher's loop
         os.write(job.output, f"the command could not be started: {error}\n".encode())
