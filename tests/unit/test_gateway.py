@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from venusrl.recipe import resolve
@@ -198,6 +199,21 @@ async def test_T04_with_partial_rollouts_off_a_preempted_turn_starts_pristine_at
         assert {span.version for span in rollout.segments[0].spans} == {6}
         assert rollout.discarded == {"partial_rollout_off": 4}
         assert [e.resumed for e in b.events if isinstance(e, TurnRequested)] == [0, 0, 0]
+
+
+async def test_T04_with_partial_rollouts_off_a_turn_that_mixed_versions_is_not_recorded() -> None:
+    async with bench(msgspec.structs.replace(SETTINGS, keep_partials=False)) as b:
+        engine = b.engine(version=0)
+        turn = b.begin()
+        await b.clock.run_for(2)
+        await engine.load_weights("v1", 1)
+        b.gateway.acknowledge("w0", 1)
+        b.gateway.acknowledge("gone", 1)
+        await b.clock.run_for(2 * LENGTH)
+        assert (await turn).text == TEXT
+        rollout = b.gateway.finish("t0")
+        assert [span.version for span in rollout.segments[0].spans] == [1]
+        assert rollout.discarded == {"version_mismatch": LENGTH}
 
 
 async def test_T07_no_kv_of_another_version_is_reused() -> None:

@@ -111,7 +111,8 @@ class Gateway:
 
     def acknowledge(self, worker: str, version: int) -> None:
         """The worker now generates with ``version`` (report it together with ``WorkerAcknowledged``)."""
-        self._workers[worker].version = version
+        if worker in self._workers:  # else it is gone already, and what it serves is of no interest
+            self._workers[worker].version = version
 
     # --- the scheduler's decisions ----------------------------------------------------------------------------
     def apply(self, action: Action) -> None:
@@ -312,14 +313,16 @@ class Gateway:
             raise TurnCancelled(flight.cancelled) from error
 
     def _check_versions(self, generation: Generation, progress: _Progress) -> None:
-        pinned = self._settings.pinned_version
+        acknowledged, pinned = progress.version, self._settings.pinned_version
         for span in generation.spans:
             if pinned is not None and span.version != pinned:
                 raise VersionMismatch(f"{progress.worker} sampled with version {span.version}, pinned to {pinned}")
-            if progress.version is not None and span.version < progress.version:
+            if acknowledged is not None and span.version < acknowledged:
                 raise VersionMismatch(
-                    f"{progress.worker} sampled with version {span.version} after it acknowledged {progress.version}"
+                    f"{progress.worker} sampled with version {span.version} after it acknowledged {acknowledged}"
                 )
+            if not self._settings.keep_partials and span.version != acknowledged:
+                raise VersionMismatch(f"{progress.worker} went from version {acknowledged} to {span.version} in a turn")
 
     def _pin(self, flight: _Flight, max_tokens: int, asked: Asked | None) -> int:
         """The rollout's pins win over what an agent asks; each difference is counted."""

@@ -14,6 +14,7 @@ token that is in no segment is counted under its reason.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 
@@ -66,23 +67,24 @@ class _Branch:
     """One token sequence; ``text`` is the rendering of its newest prompt, of which all older ones are prefixes."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.mask: list[bool] = []
-        self.logprobs: list[float] = []
+        # Packed: a run holds hundreds of these, of a hundred thousand tokens each in the largest recipes.
+        self.ids = array("i")
+        self.mask = bytearray()
+        self.logprobs = array("d")
         self.spans: list[VersionSpan] = []
         self.text = ""
         self.marks: list[_Mark] = []
 
     def append_context(self, ids: Sequence[int]) -> None:
-        self.ids += ids
-        self.mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
+        self.ids.extend(ids)
+        self.mask.extend(bytes(len(ids)))
+        self.logprobs.extend([0.0] * len(ids))
 
     def append_sampled(self, ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[VersionSpan]) -> None:
         base = len(self.ids)
-        self.ids += ids
-        self.mask += [True] * len(ids)
-        self.logprobs += logprobs
+        self.ids.extend(ids)
+        self.mask.extend(b"\1" * len(ids))
+        self.logprobs.extend(logprobs)
         self.spans = _joined([*self.spans, *(VersionSpan(s.version, base + s.start, base + s.end) for s in spans)])
 
     def cut(self, end: int) -> int:
@@ -92,13 +94,17 @@ class _Branch:
         self.spans = [VersionSpan(s.version, s.start, min(s.end, end)) for s in self.spans if s.start < end]
         return dropped
 
+    def segment(self) -> Segment:
+        mask = [bool(sampled) for sampled in self.mask]
+        return Segment(token_ids=self.ids.tolist(), loss_mask=mask, logprobs=self.logprobs.tolist(), spans=self.spans)
+
 
 class _Open:
     """The turn being generated; it touches its branch only when it is committed."""
 
     def __init__(self, branch: _Branch, keep: int, suffix: list[int], text: str, messages: int, budget: int) -> None:
         self.branch = branch
-        self.prompt = branch.ids[:keep] + suffix
+        self.prompt = branch.ids[:keep].tolist() + suffix
         self.suffix = suffix
         self.text = text
         self.messages = messages
@@ -140,14 +146,12 @@ class Recorder:
 
     def ask(self) -> Ask:
         turn = self._opened()
-        room = self._context - len(turn.prompt)
-        left = max(0, min(turn.budget, room) - len(turn.ids))
-        return Ask(token_ids=turn.prompt + turn.ids, max_tokens=left, resumed=len(turn.ids))
+        return Ask(token_ids=turn.prompt + turn.ids, max_tokens=self._left(turn), resumed=len(turn.ids))
 
     def add(self, generation: Generation) -> None:
         """Take what the engine answered to the last ``ask``. Raises MalformedGeneration."""
         turn = self._opened()
-        _check(generation, self.ask().max_tokens)
+        _check(generation, self._left(turn))
         if generation.stop is StopReason.ABORT and not self._keep_partials:
             self._discard("partial_rollout_off", len(generation.token_ids) + len(turn.ids))
             turn.ids, turn.logprobs, turn.spans = [], [], []
@@ -184,11 +188,7 @@ class Recorder:
 
     def segments(self) -> list[Segment]:
         """What trains: every branch with a sampled token, in the order of their last turns."""
-        return [
-            Segment(token_ids=list(b.ids), loss_mask=list(b.mask), logprobs=list(b.logprobs), spans=list(b.spans))
-            for b in self._branches
-            if b.spans
-        ]
+        return [branch.segment() for branch in self._branches if branch.spans]
 
     # --- placing a conversation ---------------------------------------------------------------------------
     def _retry(self, text: str, messages: int, budget: int) -> _Open | None:
@@ -200,7 +200,7 @@ class Recorder:
         self.counters["rollbacks"] += 1
         self._discard("response_lost", branch.cut(mark.prompt_end))
         keep = branch.marks[-1].end if branch.marks else 0
-        suffix = branch.ids[keep:]
+        suffix = branch.ids[keep:].tolist()
         branch.cut(keep)
         branch.text = text[: branch.marks[-1].text_end] if branch.marks else ""
         return _Open(branch, keep, suffix, text, messages, budget)
@@ -276,6 +276,10 @@ class Recorder:
                 stop_id=stop_id,
             )
         )
+
+    def _left(self, turn: _Open) -> int:
+        room = self._context - len(turn.prompt)
+        return max(0, min(turn.budget, room) - len(turn.ids))
 
     def _true_stop(self, turn: _Open) -> StopReason:
         """A cut names the limit that cut: the turn's budget, or the context when that was nearer."""
