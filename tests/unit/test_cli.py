@@ -213,7 +213,7 @@ def test_a_run_ends_with_its_summary_and_its_picture(
     listed = json.loads(venusrl("runs", "list", "--json").out)
     assert [(run["run"], run["outcome"], run["steps"]) for run in listed] == [("demo", "finished", 1)]
     assert "0.500" in venusrl("runs", "list").out
-    assert "-0.480 .. 1.480" in venusrl("runs", "show", "demo").out
+    assert "0.095 .. 0.905" in venusrl("runs", "show", "demo").out
     assert json.loads(venusrl("runs", "show", "runs/demo", "--json").out)["eval_reward_start"] == 0.5
     assert venusrl("runs", "plot", "demo", "--output", "mine.png").out.strip() == "mine.png"
     assert (workdir / "mine.png").exists()

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from venusrl.observe import tensorboard
@@ -114,12 +116,19 @@ def test_the_tensorboard_encoding_is_the_published_one() -> None:
     assert tensorboard.record(tensorboard.scalars(1.5, 300, {"reward/mean": 0.25, "a": -1.0})).hex() == GOLDEN_SCALARS
 
 
-def test_the_interval_is_over_tasks_not_samples() -> None:
-    assert mean_interval([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+def test_the_interval_is_honest_for_few_tasks_and_at_the_ends() -> None:
+    mean, low, high = mean_interval([0.0] * 6)
+    assert (mean, low) == (0.0, 0.0)
+    assert high == pytest.approx(0.390, abs=1e-3)  # Wilson: 0 of 6
     mean, low, high = mean_interval([0.0, 1.0] * 50)
-    assert mean == 0.5
-    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(0.25 / 99), rel=1e-6)
+    assert (mean, low, high) == pytest.approx((0.5, 0.4038, 0.5962), abs=1e-4)  # Wilson: 50 of 100
     assert all(math.isnan(value) for value in mean_interval([]))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
+def test_the_interval_holds_the_mean_and_stays_among_rewards(values: list[float]) -> None:
+    mean, low, high = mean_interval(values)
+    assert -1e-9 <= low <= mean <= high <= 1 + 1e-9
 
 
 # --- history and summary ----------------------------------------------------------------------------------

@@ -77,15 +77,18 @@ class RunRecorder:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and its 95% interval (normal approximation over independent tasks); NaN without values."""
+    """Mean of values in [0, 1] and its 95% interval over independent tasks; NaN without values.
+
+    Wilson's score interval: it stays in [0, 1], is honest at 0 and 1 and for few tasks, and for rewards between
+    0 and 1 it is wider than need be, never narrower.
+    """
     if not values:
         return math.nan, math.nan, math.nan
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, mean, mean
-    variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    half = 1.96 * math.sqrt(variance / len(values))
-    return mean, mean - half, mean + half
+    z, n = 1.96, len(values)
+    mean = math.fsum(values) / n
+    centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(max(0.0, mean * (1 - mean)) / n + z * z / (4 * n * n))
+    return mean, min(mean, centre - half), max(mean, centre + half)
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
