@@ -126,6 +126,14 @@ def test_a_reader_sees_a_running_run_and_cannot_write(tmp_path: Path) -> None:
         assert reader.check_invariants() == []
 
 
+def test_a_directory_that_cannot_be_is_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="file/run cannot be written: Not a directory"):
+        new_store(tmp_path / "file" / "run")
+    with pytest.raises(StoreError, match="cannot be written"):
+        new_store(Path("/proc/no-such-run"))
+
+
 # --- the order of tasks -----------------------------------------------------------------------------------
 def test_T28_every_epoch_takes_each_task_once_in_its_own_order(tmp_path: Path) -> None:
     with RunStore.open(tmp_path, small_recipe()) as store:

@@ -9,24 +9,21 @@ was appended or raises. Each process writes segments of its own, so nothing is e
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import zstandard
 
-from venusrl.coordinator.errors import StoreCorrupt, StoreError, StoreFull
+from venusrl.coordinator.errors import StoreCorrupt
+from venusrl.coordinator.store.disk import sync_directories, translated
 
 SEGMENT_BYTES = 256 << 20
 """A segment is left for the next one once it is this long: keeps files easy to copy and prune."""
 
 _LEVEL = 3
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class BlobRef(msgspec.Struct, frozen=True):
@@ -54,7 +51,7 @@ class BlobFiles:
 
     def append(self, packed: bytes) -> BlobRef:
         """Raises StoreFull when there is no room."""
-        with self._lock, _translated(self._folder):
+        with self._lock, translated(self._folder):
             if self._descriptor < 0 or self._end >= SEGMENT_BYTES:
                 self._next_segment()
             offset = self._end
@@ -96,7 +93,7 @@ class BlobFiles:
         newest = max((int(f.stem) for f in self._folder.glob("*.seg")), default=0)
         descriptor = os.open(self._path(newest + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._descriptor, self._segment, self._end = descriptor, newest + 1, 0
-        _sync_directory(self._folder)
+        sync_directories(self._folder, self._folder.parent)
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:06d}.seg"
@@ -107,25 +104,3 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _sync_directory(folder: Path) -> None:
-    # A new file survives a power cut only once its directory is on the disk as well.
-    for path in (folder, folder.parent):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def _translated(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise StoreFull(
-                f"no room to write {folder} ({error.strerror}): free some space, then resume; nothing finished is lost"
-            ) from error
-        raise StoreError(f"{folder} cannot be written: {error.strerror}") from error

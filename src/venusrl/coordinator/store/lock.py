@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from venusrl.coordinator.errors import StoreError, StoreLocked
+from venusrl.coordinator.store.disk import translated
 
 NAME = "lock"
 
@@ -46,7 +47,8 @@ class RunLock:
     def acquire(cls, run_dir: Path) -> RunLock:
         """Lock ``run_dir`` (which must exist). Raises StoreLocked, naming the holder, if another process has it."""
         path = run_dir / NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with translated(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             previous = _read(descriptor)
             try:

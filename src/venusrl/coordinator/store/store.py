@@ -31,6 +31,7 @@ from venusrl.coordinator.errors import StoreConflict, StoreExists, StoreMissing,
 from venusrl.coordinator.store import database, evaluations, identity, invariants, lock, queries, rows
 from venusrl.coordinator.store.blobs import BlobFiles, BlobRef, pack
 from venusrl.coordinator.store.database import Database
+from venusrl.coordinator.store.disk import translated
 from venusrl.coordinator.store.order import TaskOrder
 from venusrl.coordinator.store.records import (
     BatchRecord,
@@ -72,7 +73,8 @@ class RunStore:
         begun = (run_dir / lock.NAME).exists() or (run_dir / database.NAME).exists()
         if resume and not begun:
             raise StoreMissing(f"there is no run in {run_dir} to resume: leave --resume out, or check --run-dir")
-        run_dir.mkdir(parents=True, exist_ok=True)
+        with translated(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
         held = lock.RunLock.acquire(run_dir)
         try:
             store = cls(run_dir, Database(run_dir / database.NAME), held)
