@@ -122,7 +122,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _trainer(status: Status) -> str:
     state = status.trainer or "starting"
-    because = f": {status.waiting_for}" if _waits(status) else ""
+    because = f" for {status.waiting_for}" if _waits(status) else ""
     return f"{state}{because} · idle {status.trainer_idle_fraction:.0%} of the time"
 
 
@@ -210,4 +210,5 @@ class LiveView:
         self._lines = list(status.lines)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        # On a pipe a line is never broken; beside the panel it must be, or the panel is drawn askew.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
