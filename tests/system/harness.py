@@ -17,6 +17,7 @@ _KINDS = {
     "engine": "venusrl.rollout.engines.worker",
     "trainer": "venusrl.training.trainer",
     "sandbox": "bwrap",
+    "launcher": "venusrl.sandboxes.runtimes.namespace.launcher",
 }
 
 
@@ -81,7 +82,7 @@ class TrainProcess:
             self.kill()
 
     def descendants(self, kind: str) -> list[int]:
-        """Pids of this run's processes of a kind: engine, trainer or sandbox."""
+        """Pids of this run's processes of a kind: engine, trainer, sandbox or launcher."""
         return [pid for pid in descendants(self.pid) if _KINDS[kind] in _command(pid)]
 
     def until_event(self, kind: str, timeout_s: float, **fields: object) -> dict[str, Any]:
