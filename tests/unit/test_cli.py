@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from venusrl import models
 from venusrl.cli import doctor
 from venusrl.cli.main import main
 from venusrl.coordinator import run as coordinator
@@ -22,6 +24,7 @@ from venusrl.coordinator.run import RunSummary
 from venusrl.observe.recorder import RunRecorder
 from venusrl.observe.status import Status
 from venusrl.observe.summary import write_summary
+from venusrl.rollout.engines import install as engine_install
 from venusrl.sandboxes.probe import Check
 
 
@@ -337,3 +340,61 @@ def test_help_teaches_and_imports_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "venusrl train demo" in result.stdout
     assert result.stdout.rstrip().endswith("heavy: []")
+
+
+def test_ctrl_c_twice_leaves_at_once_and_says_how_to_resume(workdir: Path, model: Path) -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from venusrl.coordinator import run\n"
+        "from venusrl.cli.main import main\n"
+        "async def endless(*_, **given):\n"
+        "    print('ready', flush=True)\n"
+        "    await given['stop'].wait()\n"
+        "    print('heard', flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "run.run_training = endless\n"
+        f"sys.argv = ['venusrl', 'train', 'demo', '--set', 'model.path={model}']\n"
+        "main()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            for expected in (b"ready\n", b"heard\n"):
+                assert process.stdout.readline() == expected
+                process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert b"Finishing cleanly" in errors
+    assert b"Left at once. Resume with: venusrl train --resume --run-dir runs/demo" in errors
+
+
+def test_the_demo_policy_is_known_by_its_hash(venusrl: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "resolve", lambda path: model)
+    config = json.loads((model / "config.json").read_text()) | {
+        "vocab_size": 896,
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "recipe.json").write_text(json.dumps({"sha256": hashlib.sha256(b"").hexdigest()}))
+    assert json.loads(venusrl("demo-policy", "info", "--json").out)["as_built"] is True
+    (model / "model.safetensors").write_bytes(b"other")
+    result = venusrl("demo-policy", "info")
+    assert (result.code, "not the ones" in result.err) == (1, True)
+    assert venusrl("demo-policy", "info", "--json").code == 1
+
+
+def test_an_engine_is_installed_where_it_was_asked_for(venusrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(path: Path | None, echo: Callable[[str], None]) -> Path:
+        echo("making it")
+        if path == Path("full"):
+            raise engine_install.EngineMissing("vLLM needs about 6 GiB while it installs")
+        return Path("env/bin/python")
+
+    monkeypatch.setattr(engine_install, "install_vllm", install)
+    result = venusrl("engine", "install", "vllm")
+    assert (result.code, result.out, result.err) == (0, "env/bin/python\n", "making it\n")
+    result = venusrl("engine", "install", "vllm", "--path", "full")
+    assert (result.code, "needs about 6 GiB" in result.err) == (1, True)
+    assert venusrl("engine", "install", "sglang").code == 2
