@@ -25,7 +25,7 @@ import msgspec
 
 from venusrl import models
 from venusrl.coordinator.assembly import Assembly, assemble
-from venusrl.coordinator.errors import ProcessError, RunFailed
+from venusrl.coordinator.errors import ProcessError, RunFailed, ShutdownTimeout
 from venusrl.coordinator.processes import Command, SupervisedProcess
 from venusrl.coordinator.store import RunStore
 from venusrl.coordinator.supervisor import Supervisor
@@ -63,7 +63,8 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @property
     def resumable(self) -> bool:
-        return self.version < self.max_steps
+        """Whether something is left to do: steps, or an evaluation that was stopped."""
+        return self.version < self.max_steps or self.outcome == "stopped"
 
 
 async def run_training(
@@ -129,9 +130,15 @@ async def _run(
         if on_status is not None:
             supervisor.spawn("status", drive.show(on_status), endless=True)
         try:
-            return await supervisor.run(drive.live())
-        finally:
-            await drive.close()
+            ended = await supervisor.run(drive.live())
+        except BaseException as error:  # noted on whatever it is, and raised again
+            try:
+                await drive.close()
+            except ShutdownTimeout as late:
+                error.add_note(str(late))
+            raise
+        await drive.close()
+        return ended
 
 
 class _Drive:
@@ -162,22 +169,23 @@ class _Drive:
         self._supervisor.spawn("faults", parts.faults.watch(), endless=True)
         await parts.begin()
         version = parts.store.current_version()
+        parts.request_evaluations(version)
         if version < self._recipe.training.steps:
-            self._start(version)
+            self._start()
             self._phase = "training"
             outcome, reason = await self._until_over()
         else:
             outcome, reason = "finished", "every step was trained before"
-        await self._wind_down(outcome)
+        if not await self._wind_down(outcome):
+            return "stopped", "asked to stop during the last evaluation"
         return outcome, reason
 
-    def _start(self, version: int) -> None:
+    def _start(self) -> None:
         parts, spawn = self._parts, self._supervisor.spawn
         spawn("trainer API", parts.api.wait_failed())
         spawn("tick", parts.host.tick(), endless=True)
         self._trainer = spawn("trainer", self._train())
         self._workers = [spawn(f"worker {name}", parts.pool.keep(name), endless=True) for name in parts.pool.workers]
-        parts.request_evaluations(version)
         self._evaluation = spawn("evaluation", parts.evaluator.run(), endless=True)
 
     async def _train(self) -> None:
@@ -207,8 +215,11 @@ class _Drive:
         return "time_limit", f"run.time_limit_s = {limit:g} passed"
 
     # --- the end ----------------------------------------------------------------------------------------------
-    async def _wind_down(self, outcome: str) -> None:
-        """Stop the training half first, then evaluate what is left with everything that serves."""
+    async def _wind_down(self, outcome: str) -> bool:
+        """Stop the training half first, then evaluate what is left with everything that serves.
+
+        False if a stop was asked for before the evaluation was over.
+        """
         self._phase = "finishing"
         parts = self._parts
         parts.over = True
@@ -220,12 +231,24 @@ class _Drive:
             await self._end_trainer(self._trainer)
         version = parts.store.current_version()
         if outcome == "stopped":
-            return
+            return True
         if self._recipe.evaluation.at_end:
             parts.evaluator.request(version)
-        if parts.evaluator.evaluating is not None:
-            self._phase = "evaluating"
-            await self._evaluate_the_rest(version)
+        if parts.evaluator.evaluating is None:
+            return True
+        self._phase = "evaluating"
+        evaluation = asyncio.create_task(self._evaluate_the_rest(version), name="evaluate the rest")
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait({evaluation, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not evaluation.done():
+                return False
+            evaluation.result()
+            return True
+        finally:
+            for task in (evaluation, stopped):
+                task.cancel()
+            await asyncio.gather(evaluation, stopped, return_exceptions=True)
 
     async def _end_trainer(self, trainer: asyncio.Task[None]) -> None:
         _, pending = await asyncio.wait({trainer}, timeout=_TRAINER_ENDS_S)

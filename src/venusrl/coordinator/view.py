@@ -67,7 +67,7 @@ def status(
     doing = Counter(live.doing for live in sources.scheduler.live.values())
     return Status(
         name=recipe.run.name,
-        version=seen.version,
+        version=max(seen.version, len(steps.rewards)),
         max_steps=recipe.training.steps,
         phase=phase,
         elapsed_s=elapsed_s,
