@@ -116,7 +116,7 @@ def check_store(folder: Path) -> None:
         assert all(order.task_at(group.ordinal) == group.task_id for group in state.groups)
 
 
-@pytest.mark.parametrize(("kill_at", "oversample"), [(kill_at, 4) for kill_at in range(1, 14, 2)])
+@pytest.mark.parametrize(("kill_at", "oversample"), [(kill_at, 4) for kill_at in range(1, 14, 3)])
 def test_T31_killed_at_several_points_around_the_first_step(tmp_path: Path, kill_at: int, oversample: int) -> None:
     with start_life(tmp_path, 100, oversample) as life:
         while len(acknowledged(tmp_path)) < kill_at:
@@ -134,18 +134,19 @@ def test_twenty_kills_in_one_run_lose_nothing(tmp_path: Path) -> None:
     kills = 0
     while kills < 20:
         with start_life(tmp_path, 100_000, 5) as life:
-            before = len(acknowledged(tmp_path))
-            while len(acknowledged(tmp_path)) == before:
+            # By progress and not by time alone, so that a slow machine is killed at the same places.
+            goal = len(acknowledged(tmp_path)) + seed.randrange(1, 12)
+            while len(acknowledged(tmp_path)) < goal:
                 assert life.poll() is None
-                time.sleep(0.005)
-            time.sleep(seed.random() * 0.08)
+                time.sleep(0.002)
+            time.sleep(seed.random() * 0.01)
             life.kill()
         kills += 1
         if kills % 5 == 0:
             check_store(tmp_path)
     versions = [int(line.split()[1]) for line in acknowledged(tmp_path) if line.startswith("trained")]
     assert versions == sorted(set(versions))
-    assert versions
+    assert len(versions) > 5
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:

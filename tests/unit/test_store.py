@@ -29,6 +29,7 @@ from venusrl.coordinator.store import (
     TrainedReport,
     Vacancy,
 )
+from venusrl.coordinator.store.identity import MAY_CHANGE
 from venusrl.coordinator.store.order import TaskOrder
 from venusrl.testing.runs import TASKS, complete_group, made_up_trajectory, new_store, small_recipe
 from venusrl.types import Batch, Failure, FailureKind
@@ -93,6 +94,11 @@ def test_the_recipe_may_change_in_listed_keys_only(tmp_path: Path) -> None:
         assert store.recipe() == small_recipe(training={"steps": 9})
 
 
+def test_the_listed_keys_exist() -> None:
+    table = small_recipe().model_dump()
+    assert [key for key in MAY_CHANGE if (parts := key.split("."))[1] not in table[parts[0]]] == []
+
+
 def test_a_store_of_another_release_or_kind_is_refused(tmp_path: Path) -> None:
     new_store(tmp_path).close()
     with sqlite3.connect(tmp_path / "store.sqlite") as db:
@@ -147,6 +153,21 @@ def test_T28_every_epoch_takes_each_task_once_in_its_own_order(tmp_path: Path) -
     assert [order.task_at(ordinal) for ordinal in range(16)] == taken
     assert order.task_at(10**6) in TASKS
     assert TaskOrder(TASKS, seed=4, epochs=0).task_at(0) is not None
+
+
+def test_T28_a_run_that_came_to_the_end_of_its_tasks_can_be_given_more_epochs(tmp_path: Path) -> None:
+    def reopened(epochs: int) -> RunStore:
+        store = new_store(tmp_path, resume=(tmp_path / "lock").exists())
+        store.set_task_order(TASKS, seed=0, epochs=epochs)
+        return store
+
+    with reopened(1) as store:
+        assert [store.open_group(2) is None for _ in range(9)] == [False] * 8 + [True]
+    with reopened(2) as store:
+        assert open_group(store).ordinal == 8
+        with pytest.raises(TasksChanged, match=r"past 1 epochs"):
+            store.set_task_order(TASKS, seed=0, epochs=1)
+        assert store.check_invariants() == []
 
 
 def test_other_tasks_are_refused_on_resume(tmp_path: Path) -> None:

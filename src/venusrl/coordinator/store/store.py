@@ -150,16 +150,22 @@ class RunStore:
 
     # --- the order of tasks -------------------------------------------------------------------------
     def set_task_order(self, task_ids: Iterable[str], *, seed: int, epochs: int) -> None:
-        """Fix the tasks of the run the first time; later check that they are the same. Raises TasksChanged."""
+        """Fix the tasks of the run the first time; later check that they are the same. Raises TasksChanged.
+
+        Only ``epochs``, where the order ends, may be another one each time.
+        """
         order = TaskOrder(task_ids, seed, epochs)
-        wanted = {"order_seed": str(seed), "order_epochs": str(epochs)}
         with self._db.write(durable=True) as db:
             recorded = [row[0] for row in db.execute("SELECT id FROM tasks ORDER BY id")]
             if not recorded:
                 db.executemany("INSERT INTO tasks (id) VALUES (?)", [(task,) for task in order.task_ids])
-                rows.set_meta(db, wanted)
-            elif recorded != order.task_ids or not wanted.items() <= queries.meta(db).items():
+                rows.set_meta(db, {"order_seed": str(seed)})
+            elif recorded != order.task_ids or queries.meta(db)["order_seed"] != str(seed):
                 raise TasksChanged(rows.task_difference(recorded, order.task_ids))
+            taken = queries.next_ordinal(db)
+            if taken and order.task_at(taken - 1) is None:
+                raise TasksChanged(f"the run is past {epochs} epochs of its tasks already: raise tasks.epochs")
+            rows.set_meta(db, {"order_epochs": str(epochs)})
         self._order = order
 
     # --- groups -------------------------------------------------------------------------------------
