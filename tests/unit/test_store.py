@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -35,6 +37,13 @@ from venusrl.testing.runs import TASKS, complete_group, made_up_trajectory, new_
 from venusrl.types import Batch, Failure, FailureKind
 
 INFRASTRUCTURE = Failure(FailureKind.INFRASTRUCTURE, "sandbox_died", "it is gone")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """On a memory disk where there is one: the store syncs often, and a busy disk would make that slow."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield Path(folder)
 
 
 def open_group(store: RunStore, size: int = 2) -> OpenedGroup:
