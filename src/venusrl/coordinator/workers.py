@@ -96,6 +96,7 @@ class EnginePool:
         attach: Callable[[str, EngineClient, int], None],
         detach: Callable[[str], None],
         on_event: Callable[[str, dict[str, object]], None],
+        measure_every_s: float = _MEASURE_EVERY_S,
     ) -> None:
         """``attach`` and ``detach`` tell the gateway; ``on_event(kind, fields)`` writes the run's record."""
         self.workers = {name: WorkerState(name) for name in names}
@@ -106,6 +107,7 @@ class EnginePool:
         self._attach = attach
         self._detach = detach
         self._on_event = on_event
+        self._measure_every_s = measure_every_s
         self._broken: dict[str, asyncio.Future[str]] = {}
         self._clients: dict[str, EngineClient] = {}
 
@@ -180,7 +182,7 @@ class EnginePool:
         """Follow the worker's load; returns when it stopped answering."""
         silent, words = 0, ""
         while silent < _SILENT_LIMIT:
-            await asyncio.sleep(_MEASURE_EVERY_S)
+            await asyncio.sleep(self._measure_every_s)
             try:
                 load = await client.load()
             except EngineError as error:
