@@ -245,7 +245,8 @@ async def test_T41_each_evaluation_is_pinned_to_its_version_and_protected_until_
         bench.evaluator.request(4)
         bench.evaluator.request(4)
         assert sorted(path.name for path in bench.checkpoints.iterdir()) == ["v000002.keep", "v000004.keep"]
-        assert bench.evaluator.evaluating == 2
+        oldest = bench.evaluator.evaluating
+        assert oldest == 2
         await bench.evaluator.finish({}, 4)
         assert bench.results == [(2, "sampled", 0.2), (2, "greedy", 0.2), (4, "sampled", 0.4), (4, "greedy", 0.4)]
         assert list(bench.checkpoints.iterdir()) == []
