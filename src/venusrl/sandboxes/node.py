@@ -275,9 +275,7 @@ class EmbeddedNode:
         config = self._config
         try:
             report = await client.ask(
-                lambda number: wire.Setup(
-                    number, self._node_id, str(self._root), bubblewrap, config.uid_base, config.require_cgroup
-                ),
+                lambda number: wire.Setup(number, self._node_id, bubblewrap, config.uid_base, config.require_cgroup),
                 _ANSWER_S,
             )
             assert isinstance(report, wire.Report)

@@ -29,7 +29,6 @@ from venusrl.sandboxes.runtimes.namespace import bwrap, cgroup, files, kernel, s
 from venusrl.sandboxes.runtimes.namespace.command import Command
 from venusrl.sandboxes.templates import Template
 
-_STAGE = "/run/venusrl"
 _RESERVED = frozenset({*templates.HOST_DIRECTORIES, *templates.WRITABLE, "dev", "etc", "proc", "sys"})
 _END_TIMEOUT_S = 5.0
 
@@ -72,8 +71,7 @@ class Machine:
                     "delegated (systemd-run --user --scope -p Delegate=yes ...), or do not require control groups"
                 )
             storage.enter_private_namespace(self._privileged)
-            folder = Path(_STAGE) if self._privileged else Path(setup.root) / "stage"
-            self._stage = storage.Stage(folder, setup.bubblewrap)
+            self._stage = storage.Stage(setup.bubblewrap)
         except BaseException:  # whatever it is, cancellation too: raised again below
             self._remove_groups()
             raise
@@ -278,7 +276,7 @@ def _seccomp_descriptor() -> int:
 
 def _require_folder(disk: storage.Disk, cwd: str) -> None:
     """Refuse a working directory that is not there, where it can be told without starting anything."""
-    name = files.normal(cwd, None)
+    name = files.normal(cwd, None) or "."
     if not disk.whole and name.split("/", 1)[0] not in templates.WRITABLE:
         return
     try:

@@ -24,6 +24,8 @@ from venusrl.sandboxes.runtimes.namespace import files, kernel, userns
 from venusrl.sandboxes.runtimes.namespace.bwrap import Bind, Bubblewrap, View
 from venusrl.sandboxes.templates import Template
 
+_HIDDEN = "/run"
+"""Mounted over in the private namespace: a place that exists everywhere, that no template needs, that tells nothing."""
 _STAGE_MIB = 1024
 _MOUNT_BYTES = 64 << 20
 _FILES_PER_MIB = 256
@@ -60,11 +62,17 @@ class Disk(msgspec.Struct, frozen=True):
 class Stage:
     """The launcher's own corner: bubblewrap's copy, a small /etc, and a folder a sandbox."""
 
-    def __init__(self, folder: Path, bubblewrap: Bubblewrap) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, bubblewrap: Bubblewrap) -> None:
+        """Needs the private namespace. Raises RuntimeUnavailable."""
         options = f"mode=0755,size={_STAGE_MIB}m"
-        kernel.mount("stage", str(folder), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        try:
+            kernel.mount("stage", _HIDDEN, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        except OSError as error:
+            raise RuntimeUnavailable(
+                f"{_HIDDEN} cannot be mounted over ({error}): sandboxes need it to exist"
+            ) from None
+        self._folder = Path(_HIDDEN) / "venusrl"
+        self._folder.mkdir()
         self.bubblewrap = self._copy_program(bubblewrap)
         self._host_view = self._make_host_view()
 

@@ -28,7 +28,6 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
     id: int
     node_id: str
-    root: str
     bubblewrap: Bubblewrap
     uid_base: int | None
     require_cgroup: bool
