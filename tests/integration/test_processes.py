@@ -139,7 +139,7 @@ async def test_T45_stop_is_bounded_when_the_child_ignores_it(tmp_path: Path) -> 
     await until(lambda: "up" in (tmp_path / "logs" / "child.log").read_text())
     began = time.monotonic()
     end = await child.stop(grace_s=0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # of the 99 it asked for
     assert end is not None
     assert (end.code, end.asked) == (-signal.SIGKILL, True)
 
