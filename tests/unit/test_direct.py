@@ -6,30 +6,14 @@ import asyncio
 from collections.abc import Awaitable
 
 import pytest
+from tests.unit.gateway_bench import CHAT, SETTINGS, TASK, TEXT, scripted
 
 from venusrl.rollout.direct import DirectTurns
 from venusrl.rollout.engines.protocol import EngineError, GenerateRequest, Generation
 from venusrl.rollout.gateway import VersionMismatch
-from venusrl.rollout.settings import GatewaySettings
 from venusrl.rollout.turns import TurnResult
-from venusrl.testing.chat import answer, toy_chat, turn_start
 from venusrl.testing.clock import VirtualClock
-from venusrl.testing.engine import FakeEngine, ScriptedModel
-from venusrl.types import Message, SamplingParams
-
-CHAT = toy_chat()
-TASK = [Message("user", "fix the file")]
-TEXT = "look\n```sh\nls -la\n```"
-SETTINGS = GatewaySettings(
-    sampling=SamplingParams(temperature=0.0, stop_token_ids=CHAT.stop_token_ids),
-    context_tokens=512,
-    max_turn_tokens=64,
-    turn_reissues=2,
-)
-
-
-def scripted() -> ScriptedModel:
-    return ScriptedModel([answer(CHAT, TEXT)], turn_start(CHAT))
+from venusrl.testing.engine import FakeEngine
 
 
 async def settle(clock: VirtualClock, work: Awaitable[TurnResult], seconds: float = 100.0) -> TurnResult:

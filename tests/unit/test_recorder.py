@@ -36,6 +36,11 @@ def play(record: Recorder, messages: list[Message], text: str, chat: ChatTokeniz
     return record.commit()
 
 
+def letters(text: str) -> list[int]:
+    """``text`` in ids that no encoding of it gives: only a recorder that keeps sampled ids shows them again."""
+    return [token for letter in text for token in CHAT.encode(letter)]
+
+
 def sampled(segment: Segment) -> list[int]:
     return [token for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
 
@@ -109,7 +114,7 @@ def test_T14_without_a_special_separator_the_sampled_ids_still_stand() -> None:
 # --- extension, trimming, forks -----------------------------------------------------------------------------
 def test_a_retokenized_answer_is_never_used() -> None:
     """The ids that were sampled are kept although the text would be encoded otherwise."""
-    odd = [token for letter in "the file" for token in CHAT.encode(letter)]
+    odd = letters("the file")
     assert odd != CHAT.encode("the file")
     record = recorder()
     record.begin([TASK], 64)
@@ -149,20 +154,50 @@ def test_T15_without_a_thought_nothing_is_stripped_and_nothing_forks() -> None:
     check_incremental_is_full([("ls", "a"), ("cat a", "b"), ("submit", "")], chat)
 
 
+def play_odd(record: Recorder, messages: list[Message], text: str) -> list[Message]:
+    """A turn answered with ``text`` in odd ids; the conversation that follows from it."""
+    record.begin(messages, 512)
+    record.add(generation([*letters(text), STOP]))
+    said = record.commit().text
+    return [*messages, Message("assistant", said), Message("user", "seen")]
+
+
+def has(ids: list[int], part: list[int]) -> bool:
+    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
+
+
 def test_a_fork_shares_the_longest_recorded_part_as_context_only() -> None:
     record = recorder()
-    messages = [TASK]
-    for said in ("first", "second", "third"):
-        play(record, messages, said)
-        messages = [*messages, Message("assistant", said), Message("user", f"after {said}")]
-    rewritten = [*messages[:3], Message("assistant", "summary"), Message("user", "go on")]
+    one = play_odd(record, [TASK], "the file")
+    two = play_odd(record, one, "an answer")
+    play_odd(record, two, "the end")
+    rewritten = [*two[:-1], Message("user", "the history changed")]
     play(record, rewritten, "fourth")
     straight, fork = record.segments()
-    assert CHAT.decode(sampled(straight)) == "firstsecondthird"
+    assert CHAT.decode(sampled(straight)) == "the filean answerthe end"
     assert CHAT.decode(sampled(fork)) == "fourth"
-    shared = len(CHAT.encode(CHAT.render([TASK], True))) + len(answer(CHAT, "first"))
-    assert fork.token_ids[:shared] == straight.token_ids[:shared]
-    assert fork.token_ids == CHAT.encode(CHAT.render(rewritten, True)) + answer(CHAT, "fourth")
+    for text in ("the file", "an answer"):
+        assert has(fork.token_ids, letters(text))
+    assert CHAT.decode(fork.token_ids, special=True) == CHAT.render(rewritten, True) + "fourth<|im_end|>"
+
+
+def test_a_fork_shares_with_the_branch_that_has_most_in_common() -> None:
+    record = recorder()
+    one = play_odd(record, [TASK], "the file")
+    play_odd(record, play_odd(record, one, "an answer"), "sed")
+    other = [*one[:-1], Message("user", "another way")]
+    play_odd(record, play_odd(record, other, "cat file"), "assistant")
+    play(record, [*other, Message("assistant", "cat file"), Message("user", "changed")], "last")
+    fork = record.segments()[-1]
+    assert has(fork.token_ids, letters("cat file"))
+    assert has(fork.token_ids, letters("the file"))
+
+
+def test_a_changed_beginning_of_the_same_length_is_noticed() -> None:
+    record = recorder()
+    play(record, [TASK], "ls")
+    play(record, [Message("user", "fix_the_file"), Message("assistant", "ls"), Message("user", "x")], "ok")
+    assert len(record.segments()) == 2
 
 
 def test_two_interleaved_conversations_are_two_segments() -> None:
@@ -295,6 +330,14 @@ def test_T18_a_full_context_is_said_and_nothing_is_cut_silently() -> None:
     assert len(segment.token_ids) == first + 16
     assert record.counters["context_cuts"] == 2
     assert not record.discarded
+
+
+def test_T18_a_turn_that_ends_on_the_last_place_of_the_context_ended_by_itself() -> None:
+    ids = answer(CHAT, "ls")
+    record = recorder(context=len(CHAT.encode(CHAT.render([TASK], True))) + len(ids))
+    record.begin([TASK], 64)
+    record.add(generation(ids))
+    assert record.commit().stop is StopReason.STOP
 
 
 def test_T18_a_length_cut_is_a_length_cut_and_the_conversation_goes_on() -> None:
