@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers
 from pydantic import ValidationError
 
 from venusrl.models import ModelError
@@ -64,7 +65,7 @@ class Trainer:
         self._world = world
         self._manifest = Manifest(version=0, batch_ids=[], checkpointed=True)
         self._mark = time.monotonic()
-        """End of the previous step, for the step's duration."""
+        """End of the previous step (or of the start), for the step's duration."""
         self._open()
 
     # --- start ------------------------------------------------------------------------------------------------
@@ -106,6 +107,7 @@ class Trainer:
     def run(self) -> str:
         """Train until the run is over; returns why it is."""
         state = self._world.share(self._greet)
+        self._mark = time.monotonic()
         while True:
             started = time.monotonic()
             answer = self._next(state)
@@ -235,6 +237,8 @@ def train(run_dir: Path, url: str, key: str, *, patience_s: float) -> str:
     recipe = read_recipe(run_dir)
     client = TrainerClient(url, key, patience_s=patience_s)
     with join_world(recipe.training) as world, exclusive(run_dir, world), out_of_memory_named():
+        if not world.leads:
+            logging.getLogger().setLevel(logging.WARNING)  # the others would say the same
         return Trainer(recipe, run_dir, client, world).run()
 
 
@@ -247,6 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
+    transformers.utils.logging.disable_progress_bar()
     try:
         key = os.environ.get(KEY_VARIABLE, "")
         if not key:
