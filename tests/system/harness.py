@@ -118,6 +118,11 @@ def faults(run_dir: Path) -> list[str]:
         return store.check_invariants()
 
 
+def sandboxes_left(run_dir: Path) -> list[str]:
+    """Sandboxes on disk; a run that is over has none."""
+    return [entry.name for name in ("nodes", "sandboxes") for entry in (run_dir / "sandboxes" / name).iterdir()]
+
+
 def descendants(root: int) -> list[int]:
     """Every living process below ``root``."""
     children: dict[int, list[int]] = {}

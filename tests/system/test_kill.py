@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.system.conftest import Recipes, Start
-from tests.system.harness import TrainProcess, descendants, events, faults
+from tests.system.harness import TrainProcess, descendants, events, faults, sandboxes_left
 
 from venusrl.coordinator.store import RunStore
 
@@ -87,6 +87,7 @@ def test_kills_at_random_instants_lose_nothing_and_train_nothing_twice(
 def _check(run_dir: Path) -> None:
     """The store's invariants, and what they mean, once more from the batches themselves."""
     assert faults(run_dir) == []
+    assert sandboxes_left(run_dir) == []
     with RunStore.read(run_dir) as store:
         batches = [store.batch_for(version) for version in range(store.current_version())]
         totals = store.totals()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.system.conftest import Recipes, Start
-from tests.system.harness import TrainProcess, events, faults
+from tests.system.harness import TrainProcess, events, faults, sandboxes_left
 
 from venusrl.coordinator.store import RunStore
 from venusrl.types import Batch
@@ -107,6 +107,7 @@ def test_an_interrupt_finishes_cleanly_and_the_run_goes_on(recipes: Recipes, sta
     assert "--resume" in process.said()
     assert "Traceback" not in process.said()
     assert all(not Path(f"/proc/{pid}").exists() for pid in children), "T35: nothing is left behind"
+    assert sandboxes_left(run_dir) == []
     assert faults(run_dir) == []
     with RunStore.read(run_dir) as store:
         stopped_at = store.current_version()
@@ -153,6 +154,7 @@ def test_a_trainer_that_keeps_dying_ends_the_run_with_its_cause(recipes: Recipes
     assert "--resume" in process.said()
     assert "Traceback" not in process.said()
     assert events(run_dir)[-1]["kind"] == "run_finished"
+    assert sandboxes_left(run_dir) == []
     assert faults(run_dir) == []
 
 

@@ -211,8 +211,12 @@ class Episodes:
     def running(self) -> int:
         return len(self._episodes)
 
-    async def close(self, reason: str, timeout_s: float) -> list[str]:
-        """Stop every episode; their places wait for a resumption. Returns the episodes that did not let go in time."""
+    async def close(self, reason: str, timeout_s: float, *, record: bool = True) -> list[str]:
+        """Stop every episode; their places wait for a resumption. Returns the episodes that did not let go in time.
+
+        Without ``record`` the store is left as it is (it may be what failed): recovery will call them crashed.
+        Idempotent.
+        """
         self._closing = True
         episodes = list(self._episodes.values())
         for trajectory in list(self._episodes):
@@ -224,7 +228,7 @@ class Episodes:
                 episode.cancel()
             _, pending = await asyncio.wait(pending, timeout=timeout_s) if pending else (set(), set())
             stuck = [task.get_name() for task in pending]
-        for trajectory in list(self._opened):
+        for trajectory in list(self._opened) if record else ():
             # One that was being written at this very moment may have finished: then it counts.
             with contextlib.suppress(StoreConflict):
                 self._store.fail_trajectory(trajectory, Failure(FailureKind.CANCELLED, reason), vacant=True)

@@ -44,8 +44,11 @@ _log = logging.getLogger(__name__)
 
 _STATUS_EVERY_S = 0.5
 _EPISODES_END_S = 45.0
+_EPISODES_ABORT_S = 15.0
 _TRAINER_ENDS_S = 120.0
 """A step in progress is worth waiting for; a trainer that takes longer is stopped and loses it."""
+_IDLE_TRAINER_ENDS_S = 5.0
+"""One without a step hears at once that the run is over, unless it is still starting: nothing is lost then."""
 _SHUTDOWN_S = 30.0
 
 
@@ -133,6 +136,7 @@ async def _run(
             ended = await supervisor.run(drive.live())
         except BaseException as error:  # noted on whatever it is, and raised again
             try:
+                await parts.episodes.close("shutdown", _EPISODES_ABORT_S, record=False)
                 await drive.close()
             except ShutdownTimeout as late:
                 error.add_note(str(late))
@@ -251,9 +255,12 @@ class _Drive:
             await asyncio.gather(evaluation, stopped, return_exceptions=True)
 
     async def _end_trainer(self, trainer: asyncio.Task[None]) -> None:
-        _, pending = await asyncio.wait({trainer}, timeout=_TRAINER_ENDS_S)
+        # Between full checkpoints a trainer that ends writes one: that is worth waiting for, too.
+        busy = self._parts.scheduler.window.training is not None or self._recipe.training.checkpoint_every > 1
+        patience = _TRAINER_ENDS_S if busy else _IDLE_TRAINER_ENDS_S
+        _, pending = await asyncio.wait({trainer}, timeout=patience)
         if pending:
-            _log.warning("the trainer did not end within %g s and is stopped", _TRAINER_ENDS_S)
+            _log.warning("the trainer did not end within %g s and is stopped", patience)
         await self._parts.trainer.stop()
 
     async def _evaluate_the_rest(self, version: int) -> None:
