@@ -76,7 +76,7 @@ class Policy(Protocol):
         ...
 
     def decide(self, view: View) -> Iterator[Dispatch | Hold]:
-        """Decisions for now. Each is carried out before the next is asked for; a dispatched turn is off the list.
+        """Decisions for now. Each is carried out before the next is asked for; the iterator is always exhausted.
 
         ``Hold`` only when its reason is new for that turn. With nothing to decide it must cost next to nothing.
         """

@@ -31,6 +31,7 @@ class Fcfs:
     def add(self, turn: PendingTurn) -> None:
         self._waiting[turn.trajectory] = turn
         self._fresh[turn.trajectory] = None
+        self._reasons.pop(turn.trajectory, None)
 
     def remove(self, trajectory: str) -> None:
         self._waiting.pop(trajectory, None)
@@ -39,32 +40,39 @@ class Fcfs:
 
     def decide(self, view: View) -> Iterator[Dispatch | Hold]:
         seen = (view.changes, view.freed if self._gate else 0)
-        # What was held stays held until something changed: look at the new turns only.
-        todo = list(self._waiting if seen != self._seen else self._fresh)
+        # What was held stays held until something changed: then look at the new turns only.
+        todo = self._waiting if seen != self._seen else self._fresh
         self._seen = seen
-        for position, trajectory in enumerate(todo):
-            if self._gate and view.workers and not any(len(w.running) < w.slots for w in view.workers.values()):
-                yield from self._hold_fresh(todo[position:])
+        sent: dict[str, None] = {}
+        for trajectory in todo:
+            if self._gate and not self._some_slot(view):
+                # Turns held for another reason keep it: to look at each one at every freed slot would cost too much.
+                rest = [t for t in self._fresh if t not in sent and t not in self._reasons]
+                for held in rest:
+                    yield from self._hold(self._waiting[held], "slots")
                 break
             turn = self._waiting[trajectory]
             worker, reason = self._choose(turn, view)
             if worker is None:
                 yield from self._hold(turn, reason)
             else:
-                urgency = view.urgency(turn)
-                self.remove(trajectory)
-                yield Dispatch("fcfs", trajectory, turn.turn, worker.name, urgency)
+                sent[trajectory] = None
+                yield Dispatch("fcfs", trajectory, turn.turn, worker.name, view.urgency(turn))
+        for trajectory in sent:
+            self.remove(trajectory)
         self._fresh.clear()
 
     def _choose(self, turn: PendingTurn, view: View) -> tuple[Worker | None, str]:
         if not view.workers:
             return None, "no_worker"
+        home = view.home(turn.trajectory)
+        if home is not None and not self._has_slot(home):
+            return None, "slots"
         reason = view.held(turn)
         if reason is not None:
             return None, reason
-        home = view.home(turn.trajectory)
         if home is not None and view.refusal(turn, home) is None:
-            return (home, "") if self._has_slot(home) else (None, "slots")
+            return home, ""
         refusals = {name: view.refusal(turn, worker) for name, worker in view.workers.items()}
         willing = [w for name, w in view.workers.items() if refusals[name] is None]
         if not willing:
@@ -77,11 +85,9 @@ class Fcfs:
     def _has_slot(self, worker: Worker) -> bool:
         return not self._gate or len(worker.running) < worker.slots
 
-    def _hold_fresh(self, rest: list[str]) -> Iterator[Hold]:
-        """No slot is free anywhere: turns held for another reason keep it, looking at each would cost too much."""
-        for trajectory in rest:
-            if trajectory in self._fresh:
-                yield from self._hold(self._waiting[trajectory], "slots")
+    def _some_slot(self, view: View) -> bool:
+        """Whether a slot is free anywhere (no worker at all is another reason to wait)."""
+        return not view.workers or any(len(w.running) < w.slots for w in view.workers.values())
 
     def _hold(self, turn: PendingTurn, reason: str) -> Iterator[Hold]:
         if self._reasons.get(turn.trajectory) != reason:
