@@ -6,7 +6,20 @@ from collections.abc import Iterable
 
 from venusrl.coordinator.host import CriticalPath, SchedulerHost
 from venusrl.scheduling.actions import Action, Dispatch, FormBatch, OpenGroup
-from venusrl.scheduling.events import Event, GroupOpened, Tick, TurnDispatched, TurnRequested
+from venusrl.scheduling.events import (
+    Event,
+    GroupOpened,
+    Tick,
+    ToolFinished,
+    ToolStarted,
+    TrajectoryFinished,
+    TurnDispatched,
+    TurnFinished,
+    TurnRequested,
+    VerificationFinished,
+    VerificationStarted,
+)
+from venusrl.types import StopReason
 
 
 class Recording:
@@ -103,14 +116,34 @@ def test_waits_are_charged_from_the_releasing_event_to_the_dispatch() -> None:
     assert host.stats().busy_s == 0.25
 
 
+def test_a_trajectory_is_ours_between_an_answer_and_the_next_request() -> None:
+    clock = Hands()
+    host = SchedulerHost(Recording({}), now=clock, on_failure=lambda error: None)
+    story: list[tuple[float, Event]] = [
+        (1.0, TurnFinished("t", 0, 5, 0, StopReason.STOP)),
+        (1.5, ToolStarted("t", 0)),  # the tool's time is its own
+        (3.0, ToolFinished("t", 0, 20, 0)),
+        (3.25, TurnRequested("t", 1, 40, 0, 16)),  # held by the scheduler
+        (8.0, TurnDispatched("t", 1, "w", 0)),
+        (9.0, TurnFinished("t", 1, 5, 0, StopReason.STOP)),
+        (9.5, VerificationStarted("t")),
+        (12.0, VerificationFinished("t", 1.0)),
+        (12.75, TrajectoryFinished("t")),
+    ]
+    for at, event in story:
+        clock.at = at
+        host.notify(event)
+    assert host.critical.take("t") == 0.5 + 0.25 + 0.5 + 0.75
+
+
 def test_the_union_of_waits_counts_overlaps_once() -> None:
     path = CriticalPath()
-    path.ready("a", 0.0)
-    path.ready("b", 1.0)
-    path.dispatched("a", 2.0)
-    path.forget("b", 3.0)
-    path.ready("c", 10.0)
-    path.dispatched("c", 11.0)
-    path.dispatched("never readied", 12.0)
+    path.ours("a", 0.0)
+    path.ours("b", 1.0)
+    path.theirs("a", 2.0)
+    path.theirs("b", 3.0)
+    path.ours("c", 10.0)
+    path.theirs("c", 11.0)
+    path.theirs("never ours", 12.0)
     assert path.busy_s == 4.0
-    assert (path.take("a"), path.take("b"), path.take("c")) == (2.0, 0.0, 1.0)
+    assert (path.take("a"), path.take("b"), path.take("c")) == (2.0, 2.0, 1.0)

@@ -22,8 +22,20 @@ from typing import Any, Protocol
 
 import msgspec
 
-from venusrl.scheduling.actions import Action, Dispatch
-from venusrl.scheduling.events import Event, Tick, TrajectoryFailed, TurnDispatched, TurnRequested
+from venusrl.scheduling.actions import Action, CancelTrajectory, Dispatch
+from venusrl.scheduling.events import (
+    Event,
+    Tick,
+    ToolFinished,
+    ToolStarted,
+    TrajectoryFailed,
+    TrajectoryFinished,
+    TurnDispatched,
+    TurnFinished,
+    TurnRequested,
+    VerificationFinished,
+    VerificationStarted,
+)
 
 Executor = Callable[[Any], None]
 
@@ -39,43 +51,51 @@ class SchedulerLike(Protocol):
 class CriticalPath:
     """Seconds that trajectories and batches waited on coordinator code, pure.
 
-    A turn waits from the report of the event that made the scheduler dispatch it until its request left
-    for the engine. ``busy_s`` is the union over all trajectories (an upper bound: with many trajectories in
-    flight a waiting turn rarely delays a step); ``take`` gives one trajectory's own sum, so that the run
-    charges each step with the wait of the trajectory that finished last.
+    A trajectory is *ours* while it waits on nothing but this process: from an answer of its engine, its tool or its
+    verifier to the next request for one (or its record on disk), and from the report that made the scheduler
+    dispatch a turn until that turn left for the engine. A turn that the scheduler holds is not ours.
+
+    ``busy_s`` is the union over all trajectories (an upper bound: with many in flight, one that waits rarely delays
+    a step); ``take`` gives one trajectory's own sum, so that a step is charged with the trajectory that it waited for.
     """
 
     def __init__(self) -> None:
-        self._ready: dict[str, float] = {}
+        self._since: dict[str, float] = {}
         self._waited: dict[str, float] = {}
         self._busy_since = 0.0
         self.busy_s = 0.0
-        self.turns = 0
 
-    def ready(self, trajectory: str, at: float) -> None:
-        if not self._ready:
+    def ours(self, trajectory: str, at: float) -> None:
+        if not self._since:
             self._busy_since = at
-        self._ready.setdefault(trajectory, at)
+        self._since.setdefault(trajectory, at)
 
-    def dispatched(self, trajectory: str, at: float) -> None:
-        since = self._ready.pop(trajectory, None)
+    def theirs(self, trajectory: str, at: float) -> None:
+        since = self._since.pop(trajectory, None)
         if since is None:
             return
-        self.turns += 1
         self._waited[trajectory] = self._waited.get(trajectory, 0.0) + at - since
-        self._close_busy(at)
-
-    def forget(self, trajectory: str, at: float) -> None:
-        """The trajectory will never be dispatched (cancelled, failed)."""
-        if self._ready.pop(trajectory, None) is not None:
-            self._close_busy(at)
+        if not self._since:
+            self.busy_s += at - self._busy_since
 
     def take(self, trajectory: str) -> float:
+        """What the trajectory waited in all; it is forgotten."""
         return self._waited.pop(trajectory, 0.0)
 
-    def _close_busy(self, at: float) -> None:
-        if not self._ready:
-            self.busy_s += at - self._busy_since
+    def forget(self, trajectory: str, at: float) -> None:
+        """No step will wait for it."""
+        self.theirs(trajectory, at)
+        self.take(trajectory)
+
+
+_OURS = (TurnFinished, ToolFinished, VerificationFinished)
+_THEIRS = (
+    TurnRequested,
+    TurnDispatched,
+    ToolStarted,
+    VerificationStarted,
+    TrajectoryFinished,
+)
 
 
 class HostStats(msgspec.Struct, frozen=True):
@@ -177,7 +197,12 @@ class SchedulerHost:
         )
 
     def _handle(self, event: Event, reported_at: float) -> None:
-        self._observe(event)
+        if isinstance(event, _OURS):
+            self.critical.ours(event.trajectory, reported_at)
+        elif isinstance(event, _THEIRS):
+            self.critical.theirs(event.trajectory, reported_at)
+        elif isinstance(event, TrajectoryFailed):
+            self.critical.forget(event.trajectory, reported_at)
         for observer in self._observers:
             observer(event)
         begun = time.perf_counter()
@@ -189,15 +214,10 @@ class SchedulerHost:
     def _execute(self, actions: list[Action], reported_at: float) -> None:
         for action in actions:
             if isinstance(action, Dispatch):
-                self.critical.ready(action.trajectory, reported_at)
+                self.critical.ours(action.trajectory, reported_at)
+            elif isinstance(action, CancelTrajectory):
+                self.critical.forget(action.trajectory, reported_at)
             executor = self._executors.get(type(action))
             if executor is None:
                 raise LookupError(f"no executor for {type(action).__name__} ({action.reason})")
             executor(action)
-
-    def _observe(self, event: Event) -> None:
-        if isinstance(event, TurnDispatched):
-            self.critical.dispatched(event.trajectory, self.now())
-        elif isinstance(event, TurnRequested | TrajectoryFailed):
-            # Requested again (its worker died before the request left), or never to be dispatched.
-            self.critical.forget(event.trajectory, self.now())
