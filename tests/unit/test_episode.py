@@ -361,6 +361,30 @@ async def test_T45_a_kill_that_hangs_is_given_up_and_counted() -> None:
     assert trajectory.metrics["count/sandbox_kill_timeouts"] == 1
 
 
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+async def test_T30_a_kill_in_progress_is_not_cut_off(how: str) -> None:
+    class Slow(FakeSandboxes):
+        async def kill(self, sandbox: str) -> None:
+            await stage.clock.sleep(10)
+            await super().kill(sandbox)
+
+    stage = Stage()
+    stage.sandboxes = Slow()
+    episode = stage.begin()
+    await stage.clock.run_for(1)
+    while not stage.judge.verified:
+        await stage.clock.run_for(0.1)
+    await stage.clock.run_for(1)
+    assert not episode.done()
+    if how == "stop":
+        stage.stop.set_result("shutdown")
+    else:
+        episode.cancel()
+    await stage.clock.run_for(20)
+    assert episode.done()
+    assert len(stage.sandboxes.killed) == 1
+
+
 async def test_a_kill_that_fails_does_not_change_the_verdict() -> None:
     class Failing(FakeSandboxes):
         async def kill(self, sandbox: str) -> None:
