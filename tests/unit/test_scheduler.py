@@ -433,12 +433,17 @@ def test_a_restored_scheduler_decides_like_the_one_that_was_lost() -> None:
     )
 
 
+def test_a_task_dropped_before_the_crash_is_tried_again() -> None:
+    desk = Desk("1", start=False)
+    dropped: list[ev.Event] = [ev.GroupDropped("g0", "deadline", 0), ev.GroupDropped("g1", "deadline", 3)]
+    opened = [a for a in desk.scheduler.restore([*dropped, ev.TaskOrderExhausted()], 0.0) if isinstance(a, OpenGroup)]
+    assert [(a.reason, a.reissue_of) for a in opened] == [("deadline", "g0")]
+
+
 def test_batches_of_before_the_crash_train_again_and_stay_outstanding() -> None:
     desk = Desk("2", start=False)
-    groups = [ev.GroupOpened(f"g{i}", i, "t", 2) for i in range(4)]
-    answer = desk.scheduler.restore(
-        [ev.VersionPublished(5), *groups, ev.BatchFormed(5, ("g0", "g1")), ev.BatchFormed(6, ("g2", "g3"))], 0.0
-    )
+    batches = [ev.BatchFormed(5, ("g0", "g1")), ev.BatchFormed(6, ("g2", "g3"))]
+    answer = desk.scheduler.restore([ev.VersionPublished(5), *batches], 0.0)
     assert len([a for a in answer if isinstance(a, OpenGroup)]) == 2
     snapshot = desk.scheduler.snapshot()
     assert (snapshot.training, snapshot.next_version, snapshot.states["training"]) == (5, 7, 4)

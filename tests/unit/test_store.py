@@ -288,8 +288,10 @@ def test_a_reissued_group_keeps_the_place_in_the_order(tmp_path: Path) -> None:
         with pytest.raises(StoreConflict, match="open, not closed"):
             store.open_group(2, reissue_of=first.id)
         store.close_group(first.id, "dropped")
+        assert [(c.id, c.reason, c.reissues) for c in store.recover().closed] == [(first.id, "dropped", 0)]
         again = store.open_group(2, reissue_of=first.id)
         assert again is not None
+        assert store.recover().closed == ()
         assert (again.ordinal, again.task_id, again.id) == (first.ordinal, first.task_id, "g000000r1")
         with pytest.raises(StoreConflict):
             store.open_group(2, reissue_of=first.id)  # one live group a place

@@ -24,6 +24,7 @@ from venusrl.coordinator.store import GroupState, RecoveredGroup, RecoveredState
 from venusrl.scheduling.events import (
     BatchFormed,
     Event,
+    GroupDropped,
     GroupOpened,
     TrajectoryFailed,
     TrajectoryFinished,
@@ -31,6 +32,7 @@ from venusrl.scheduling.events import (
     TurnDispatched,
     VersionPublished,
 )
+from venusrl.scheduling.scheduler import REISSUED
 from venusrl.types import FailureKind, Task
 
 
@@ -46,6 +48,9 @@ def rebuild(store: RunStore, state: RecoveredState, tasks: Mapping[str, Task], s
     recovered = Recovered([VersionPublished(state.version)], [])
     for record in state.groups:
         _rebuild_group(store, record, tasks, settings, recovered)
+    for closed in state.closed:
+        if closed.reason in REISSUED:
+            recovered.events.append(GroupDropped(closed.id, closed.reason, closed.reissues))
     recovered.events.extend(BatchFormed(batch.version, batch.group_ids) for batch in state.pending_batches)
     return recovered
 

@@ -87,6 +87,15 @@ class GroupOpened(_Event, frozen=True):
     reissue_of: str | None = None
 
 
+class GroupDropped(_Event, frozen=True):
+    """Recovery only: the group was dropped for ``reason`` before a crash and its task not yet tried again;
+    ``reissues``: how often it had been by then."""
+
+    group: str
+    reason: str
+    reissues: int = 0
+
+
 class TaskOrderExhausted(_Event, frozen=True):
     """Answer to ``OpenGroup`` when no task is left: no further group will be opened."""
 
@@ -208,6 +217,7 @@ Event = (
     | BatchFormed
     | BatchTrained
     | GroupOpened
+    | GroupDropped
     | TaskOrderExhausted
     | TrajectoryOpened
     | TurnRequested

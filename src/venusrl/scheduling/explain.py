@@ -25,6 +25,8 @@ def snapshot(scheduler: Scheduler) -> SchedulerSnapshot:
     mandatory = _mandatory(scheduler)
     groups = [_group_view(scheduler, g, mandatory) for g in [*window.in_batches.values(), *window.open.values()]]
     states = Counter(view.state for view in groups)
+    # After a recovery the groups of older batches are known by name only.
+    states["training"] = sum(map(len, window.formed.values()))
     doings = Counter(live.doing for live in scheduler.live.values())
     holds = Counter(live.held for live in scheduler.live.values() if live.held is not None)
     ages = [window.next_version - g.start for g in window.open.values() if g.start is not None]

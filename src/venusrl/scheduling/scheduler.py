@@ -46,6 +46,8 @@ from venusrl.types import FailureKind
 
 ZERO_VARIANCE = "zero_variance"
 STALENESS_QUOTA = "staleness_quota"
+REISSUED = frozenset({"stale", "deadline"})
+"""Reasons to give a group up that are not its task's fault: the task is tried again."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class Scheduler:
             ev.BatchFormed: self._on_batch_formed,
             ev.BatchTrained: self._on_batch_trained,
             ev.GroupOpened: self._on_group_opened,
+            ev.GroupDropped: lambda e: self._reissue(e.group, e.reissues, e.reason),
             ev.TaskOrderExhausted: self._on_exhausted,
             ev.TrajectoryOpened: self._on_trajectory_opened,
             ev.TurnRequested: self._on_turn_requested,
@@ -131,11 +134,11 @@ class Scheduler:
     def restore(self, events: Iterable[Event], now: float) -> list[Action]:
         """After a crash: take note of synthetic events as if they had happened, then decide once.
 
-        Order: ``VersionPublished`` of the weights in use; for every group that is not finally closed, and whose
-        batch's weights are not yet in use, ``GroupOpened`` and, per live trajectory, ``TrajectoryOpened``, then for the
-        finished ones ``TurnDispatched`` (turn 0, its start version, worker "") and ``TrajectoryFinished``, and
-        ``TrajectoryFailed(replaced=False)`` for those given up; ``BatchFormed`` for every recorded batch of the
-        versions from the one in use on; ``TaskOrderExhausted`` if so; ``WorkerUp`` for workers that serve.
+        Order: ``VersionPublished`` of the weights in use; for every group that is in no batch and not closed,
+        ``GroupOpened`` and, per live trajectory, ``TrajectoryOpened``, then for the finished ones ``TurnDispatched``
+        (turn 0, its start version, worker "") and ``TrajectoryFinished``, and ``TrajectoryFailed(replaced=False)`` for
+        those given up; ``GroupDropped`` for dropped groups not yet reissued; ``BatchFormed`` for every recorded batch
+        of the versions from the one in use on; ``TaskOrderExhausted`` if so; ``WorkerUp`` for workers that serve.
         """
         for event in events:
             self._note(event, now)
@@ -345,8 +348,8 @@ class Scheduler:
             for trajectory in group.members if group is not None else ():
                 self._end(trajectory)
 
-    def _retire(self, name: str, reason: str, *, cancel_as: str | None = None, reissue: bool = False) -> None:
-        """Give a group up: cancel its members, free its place, have its task tried again if wanted."""
+    def _retire(self, name: str, reason: str, *, cancel_as: str | None = None) -> None:
+        """Give a group up: cancel its members, free its place, have its task tried again if it is not to blame."""
         group = self.window.remove(name)
         if group is None:
             return
@@ -355,8 +358,12 @@ class Scheduler:
         for trajectory in group.members:
             self._end(trajectory)
             self._out.append(CancelTrajectory(cancel_as or reason, trajectory))
-        if reissue and group.reissues < self.config.max_reissues:
-            self._to_reissue.append(Reissue(name, group.reissues + 1, reason))
+        if reason in REISSUED:
+            self._reissue(name, group.reissues, reason)
+
+    def _reissue(self, name: str, times: int, reason: str) -> None:
+        if times < self.config.max_reissues:
+            self._to_reissue.append(Reissue(name, times + 1, reason))
 
     # --- deciding ----------------------------------------------------------------------------------------
     def _decide(self) -> list[Action]:
@@ -371,7 +378,7 @@ class Scheduler:
     def _settle(self) -> None:
         """Everything about groups: guard the bound, drop what may be dropped, form, open, end."""
         for name in self.window.stale():
-            self._retire(name, "stale", reissue=True)
+            self._retire(name, "stale")
         self._drop_obstacles()
         self._form()
         self._open()
@@ -391,7 +398,7 @@ class Scheduler:
         # The trainer waits for nothing before it is free.
         if self.window.training is None and self._now - self.blocked_since >= self.config.drop_grace_s:
             for name in self.window.obstacles():
-                self._retire(name, "deadline", reissue=True)
+                self._retire(name, "deadline")
             self.blocked_since = None
 
     def _form(self) -> None:

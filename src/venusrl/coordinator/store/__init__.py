@@ -16,6 +16,7 @@ state = store.recover(); faults = store.check_invariants()
 from venusrl.coordinator.store.records import (
     BatchRecord,
     BatchState,
+    ClosedGroup,
     EvaluationKey,
     EvaluationRecord,
     EvaluationSample,
@@ -37,6 +38,7 @@ from venusrl.coordinator.store.store import RunStore, sampled_tokens
 __all__ = [
     "BatchRecord",
     "BatchState",
+    "ClosedGroup",
     "EvaluationKey",
     "EvaluationRecord",
     "EvaluationSample",

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterator
 from typing import Any
 
 from venusrl.coordinator.store.blobs import BlobRef
 from venusrl.coordinator.store.records import (
     BatchRecord,
     BatchState,
+    ClosedGroup,
     EvaluationKey,
     FinishedTrajectory,
     GroupState,
@@ -110,12 +112,22 @@ def recovered(db: sqlite3.Connection, *, lost_trajectories: int, lost_tokens: in
         model_path=newest[0].model_path if newest else None,
         next_ordinal=next_ordinal(db),
         groups=tuple(_recovered_group(db, row) for row in waiting),
+        closed=tuple(_closed_groups(db)),
         pending_batches=tuple(batches(db, "state = 'formed'")),
         unclosed_batches=tuple(batches(db, "state = 'trained'")),
         pending_evaluations=tuple(EvaluationKey(*row) for row in pending),
         lost_trajectories=lost_trajectories,
         lost_tokens=lost_tokens,
     )
+
+
+def _closed_groups(db: sqlite3.Connection) -> Iterator[ClosedGroup]:
+    """Those that no group was opened in place of, oldest place first."""
+    rows = db.execute(
+        "SELECT id, reason, (SELECT count(*) FROM groups AS h WHERE h.ordinal = g.ordinal) - 1 FROM groups AS g "
+        "WHERE state = 'closed' AND NOT EXISTS (SELECT 1 FROM groups AS h WHERE h.reissue_of = g.id) ORDER BY ordinal"
+    )
+    return (ClosedGroup(*row) for row in rows.fetchall())
 
 
 def _recovered_group(db: sqlite3.Connection, row: sqlite3.Row) -> RecoveredGroup:

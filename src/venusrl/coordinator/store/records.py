@@ -105,6 +105,14 @@ class BatchRecord(_Record, frozen=True):
     group_ids: tuple[str, ...]
 
 
+class ClosedGroup(_Record, frozen=True):
+    """A closed group whose place in the order no other took. ``reissues``: how often the place was taken again."""
+
+    id: str
+    reason: str
+    reissues: int
+
+
 class RecoveredState(_Record, frozen=True):
     """Where the run stands. ``pending_batches`` are formed but not trained, oldest first."""
 
@@ -112,6 +120,7 @@ class RecoveredState(_Record, frozen=True):
     model_path: str | None
     next_ordinal: int
     groups: tuple[RecoveredGroup, ...]
+    closed: tuple[ClosedGroup, ...]
     pending_batches: tuple[BatchRecord, ...]
     unclosed_batches: tuple[BatchRecord, ...]
     pending_evaluations: tuple[EvaluationKey, ...]
