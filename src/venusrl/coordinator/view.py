@@ -5,8 +5,10 @@ Owns: how the parts' states add up to one ``Status``. Must not know: how it is d
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -17,21 +19,35 @@ from venusrl.recipe import Recipe
 from venusrl.scheduling.scheduler import Scheduler
 
 _LINES = 8
+_FAILURES_EVERY_S = 10.0
 
 
 class Notes:
-    """The last notable events in words, oldest first."""
+    """The last notable events in words, oldest first. Failures of one reason are told together."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.lines: deque[str] = deque(maxlen=_LINES)
+        self._now = now
+        self._untold: Counter[str] = Counter()
+        self._told_at: dict[str, float] = {}
 
     def add(self, kind: str, fields: dict[str, object]) -> None:
-        if kind in _TOLD:
+        if kind == "trajectory_failed":
+            self._add_failure(str(fields["reason"]), _short(fields["message"]))
+        elif kind in _TOLD:
             said = " · ".join(f"{name} {_short(value)}" for name, value in fields.items() if value not in ("", None))
             self.lines.append(f"{kind.replace('_', ' ')}: {said}")
 
+    def _add_failure(self, reason: str, message: str) -> None:
+        self._untold[reason] += 1
+        now = self._now()
+        if now - self._told_at.get(reason, -math.inf) < _FAILURES_EVERY_S:
+            return
+        self._told_at[reason] = now
+        self.lines.append(f"failed: {self._untold.pop(reason)} x {reason}{': ' if message else ''}{message}")
 
-_TOLD = frozenset({"worker_up", "worker_down", "trainer_down", "trajectory_failed", "group_closed", "evaluation"})
+
+_TOLD = frozenset({"worker_up", "worker_down", "trainer_down", "group_closed", "evaluation", "recovered"})
 
 
 def _short(value: object) -> str:
