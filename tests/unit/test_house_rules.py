@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -26,40 +25,54 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def long_functions(path: Path) -> Iterator[str]:
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield f"{named(path)}: {node.name} has {lines} lines"
 
 
-def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+def lines_with(pattern: re.Pattern[str], *, unless: str = "") -> list[str]:
+    return [
+        f"{named(path)}:{number}: {line.strip()}"
+        for path in PRODUCT
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line) and not (unless and unless in line)
+    ]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=named)
-def test_files_and_functions_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= FILE_LINES
-    assert [f"{node.name}: {length(node)} lines" for node in functions(path) if length(node) > FUNCTION_LINES] == []
+def test_files_and_functions_stay_small() -> None:
+    assert [named(path) for path in SOURCES if len(path.read_text().splitlines()) > FILE_LINES] == []
+    assert [found for path in SOURCES for found in long_functions(path)] == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=named)
-def test_modules_open_with_a_docstring(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_modules_open_with_a_docstring() -> None:
+    assert [named(path) for path in SOURCES if not ast.get_docstring(parsed(path))] == []
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=named)
-def test_nothing_is_left_open_and_broad_excepts_say_why(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert [line.strip() for line in lines if _OPEN_END.search(line)] == []
-    assert [line.strip() for line in lines if _BROAD.match(line) and "#" not in line] == []
+def test_nothing_is_left_open() -> None:
+    assert lines_with(_OPEN_END) == []
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=named)
-def test_only_the_command_line_prints(path: Path) -> None:
-    if path.is_relative_to(ROOT / "src" / "venusrl" / "cli"):
-        return
-    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-    assert [f"line {c.lineno}" for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"] == []
+def test_broad_excepts_say_why_on_their_line() -> None:
+    assert lines_with(_BROAD, unless="#") == []
+
+
+def test_only_the_command_line_prints() -> None:
+    printing = [
+        f"{named(path)}:{node.lineno}"
+        for path in PRODUCT
+        if not path.is_relative_to(ROOT / "src" / "venusrl" / "cli")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert printing == []
 
 
 def test_the_readme_is_short_and_shows_the_two_commands() -> None:
