@@ -10,8 +10,8 @@ Guarantees:
   ``EngineLost``. A failed call leaves nothing behind that would keep the next attempt from working.
 - Cancelling ``generate`` returns only after the request was aborted at the server (bounded), so that a retry
   never runs beside its orphan.
-- The prefix cache is namespaced by weight version on top of the caller's salt: a request sent after new weights
-  were loaded never meets the KV of older ones.
+- The prefix cache is namespaced by weight version on top of the caller's salt, and requests wait here while the
+  engine is paused: what begins after new weights were loaded never meets the KV of older ones.
 - A cut by the context window comes back as ``CONTEXT``, never as a normal end.
 """
 
@@ -34,6 +34,7 @@ from venusrl.types import StopReason, VersionSpan
 _T = TypeVar("_T")
 
 _POLL_S = 0.05
+_UNAVAILABLE = 503
 _KEEP_ALIVE_S = 3.0
 """Shorter than any server's own (vLLM: 5 s), so that no request meets a connection being closed."""
 _STOP = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
@@ -70,6 +71,9 @@ class HttpEngineClient:
         self._generate_timeout_s = generate_timeout_s
         self._abort_timeout_s = abort_timeout_s
         self._aborts: set[asyncio.Task[None]] = set()
+        self._paused = False
+        self._held: dict[str, asyncio.Future[bool]] = {}
+        """Requests that wait for the end of a pause: True = send it, False = aborted."""
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -99,9 +103,11 @@ class HttpEngineClient:
         context = self._context_tokens if self._context_tokens is not None else await self._learn_context()
         if len(request.token_ids) >= context:
             return Generation([], [], [], StopReason.CONTEXT)
-        body = msgspec.json.encode(self._wire_request(request))
         try:
             async with asyncio.timeout(self._generate_timeout_s):
+                if not await self._may_start(request.request_id):
+                    return Generation([], [], [], StopReason.ABORT)
+                body = msgspec.json.encode(self._wire_request(request))
                 answer = await self._exchange("POST", wire.GENERATE, body)
         except TimeoutError:
             await self._abort_orphan(request.request_id)
@@ -118,19 +124,29 @@ class HttpEngineClient:
         """Ask the server to end these requests now; unknown ids are ignored."""
         if not request_ids:
             return  # An empty list would mean all of them.
+        for request_id in request_ids:
+            self._let_go(request_id, send=False)
         ids = [wire.external_id(r) for r in request_ids]
         await self._call("POST", wire.ABORT, wire.WireAbort(ids), timeout_s=self._abort_timeout_s)
 
     async def pause(self) -> None:
         """See ``EngineClient.pause``. Pausing twice is the same as once."""
-        await self._call("POST", f"{wire.PAUSE}?mode=keep&clear_cache=false")
+        self._paused = True
+        try:
+            await self._call("POST", f"{wire.PAUSE}?mode=keep&clear_cache=false")
+        except BaseException:
+            self._open()
+            raise
 
     async def resume(self) -> None:
-        await self._call("POST", wire.RESUME)
+        """Go on, in the engine and with the requests that wait here (which fail by themselves if it is gone)."""
+        try:
+            await self._call("POST", wire.RESUME)
+        finally:
+            self._open()
 
     async def is_paused(self) -> bool:
-        answer = await self._call("GET", wire.IS_PAUSED)
-        return _decode(answer, dict[str, bool])["is_paused"]
+        return _decode(await self._call("GET", wire.IS_PAUSED), wire.WirePaused).is_paused
 
     async def load_weights(self, path: str, version: int) -> None:
         """See ``EngineClient.load_weights``. After a failure the server may hold either version: call again."""
@@ -155,6 +171,7 @@ class HttpEngineClient:
 
     async def close(self) -> None:
         """Close the connections, after aborts under way (each bounded)."""
+        self._open()
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=self._abort_timeout_s)
         await self._session.close()
@@ -180,6 +197,26 @@ class HttpEngineClient:
             cache_salt=salt,
             priority=-request.urgency,
         )
+
+    async def _may_start(self, request_id: str) -> bool:
+        if not self._paused:
+            return True
+        held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._held[request_id] = held
+        try:
+            return await held
+        finally:
+            self._held.pop(request_id, None)
+
+    def _open(self) -> None:
+        self._paused = False
+        for request_id in list(self._held):
+            self._let_go(request_id, send=True)
+
+    def _let_go(self, request_id: str, *, send: bool) -> None:
+        held = self._held.get(request_id)
+        if held is not None and not held.done():
+            held.set_result(send)
 
     async def _abort_orphan(self, request_id: str) -> None:
         """Abort a request whose caller is gone; a second cancellation leaves the abort running, not the request."""
@@ -231,6 +268,8 @@ class HttpEngineClient:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLost(f"engine {self._base_url} is gone ({type(error).__name__}): {error}") from error
+        if response.status == _UNAVAILABLE:
+            raise EngineLost(f"engine {self._base_url} no longer serves: {_words(answer)}")
         if response.status >= 400:
             raise EngineError(f"engine {self._base_url} answered {path} with {response.status}: {_words(answer)}")
         return answer

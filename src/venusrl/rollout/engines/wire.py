@@ -133,6 +133,10 @@ class WireWeightInfo(msgspec.Struct, frozen=True):
     weight_version: str
 
 
+class WirePaused(msgspec.Struct, frozen=True):
+    is_paused: bool
+
+
 class WireErrorInfo(msgspec.Struct, frozen=True):
     message: str
     type: str

@@ -51,7 +51,7 @@ class Model:
             input_ids=torch.tensor([tokens]),
             position_ids=rows_pass.places[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(wanted),
+            logits_to_keep=torch.tensor(wanted, dtype=torch.long),
             rows_pass=rows_pass,
         )
         logits: torch.Tensor = output.logits[0].float()

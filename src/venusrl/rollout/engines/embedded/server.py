@@ -5,8 +5,8 @@ Owns: the routes, the bearer key, the loop that steps the engine between request
 Must not know: tensors, how the engine decides.
 
 Guarantees: everything runs on one thread, so that every call sees the engine between two steps. A request
-whose client went away is aborted. When a step fails, every open request and every later call (``/health``
-included) is answered 500 with the cause, and ``Server.run`` raises it.
+whose client went away is aborted. When a step fails, every open request and every later call is answered 503
+with the cause (``/health``: 500), and ``Server.run`` raises it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Server:
         if request.path != wire.HEALTH and not self._authorised(request):
             return _error(401, "this engine needs its bearer key")
         if self._failure is not None:
-            return _error(500, self._failure)
+            return _error(500 if request.path == wire.HEALTH else 503, self._failure)
         try:
             return await handler(request)
         except (msgspec.DecodeError, Refused) as error:
@@ -152,7 +152,7 @@ class Server:
         except asyncio.CancelledError:  # the client went away
             self._engine.abort([request_id])
             raise
-        return _error(500, ended.error) if ended.error else _json(_answer(body, ended))
+        return _error(503, ended.error) if ended.error else _json(_answer(body, ended))
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await _read(request, wire.WireAbort)
@@ -175,7 +175,7 @@ class Server:
         return _json({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        return _json({"is_paused": self._engine.paused})
+        return _json(wire.WirePaused(self._engine.paused))
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await _read(request, wire.WireRpc)
@@ -245,6 +245,6 @@ def _json(body: object) -> web.Response:
 
 
 def _error(status: int, message: str) -> web.Response:
-    names = {400: "BadRequestError", 401: "Unauthorized", 500: "InternalServerError"}
+    names = {400: "BadRequestError", 401: "Unauthorized", 500: "InternalServerError", 503: "ServiceUnavailable"}
     body = wire.WireError(wire.WireErrorInfo(message, names[status], status))
     return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
