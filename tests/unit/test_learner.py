@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from venusrl.recipe import Recipe
 from venusrl.testing.batches import make_batch
 from venusrl.testing.tiny_model import build_tiny_model
-from venusrl.training.batching import rows_of
+from venusrl.training.batching import plan, rows_of
 from venusrl.training.errors import TrainingError
+from venusrl.training.grpo import Objective, Sampling, token_losses
 from venusrl.training.learner import Learner
-from venusrl.training.models import load_model, load_whole_state
+from venusrl.training.models import Scorer, can_share_prompts, load_model, load_whole_state
 from venusrl.training.world import World
-from venusrl.types import Batch
+from venusrl.types import Batch, Segment, VersionSpan
 
 GOLDEN = Path(__file__).parent / "data" / "golden_losses.json"
 
@@ -47,8 +51,6 @@ def learner(model: Path, *, rollout: dict[str, Any] | None = None, **training: A
 
 def scored_by(model: Path, batch: Batch) -> Batch:
     """The batch with the model's own log-probabilities as behaviour, so that ratios start near 1."""
-    import msgspec
-
     policy = load_model(model)
     groups = []
     for group in batch.groups:
@@ -93,13 +95,13 @@ def test_loss_equals_the_slow_reference(model_directory: Path, seed: int, temper
     assert metrics["train/loss"] == pytest.approx(slow_loss(model_directory, batch, temperature=temperature), abs=2e-5)
 
 
-def weights_after(model: Path, batches: list[Batch], **training: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def weights_after(model: Path, batches: list[Batch], **training: Any) -> tuple[list[float], dict[str, Tensor]]:
     subject = learner(model, **training)
     losses = [subject.step(batch)["train/loss"] for batch in batches]
     return losses, subject.weights()
 
 
-def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
     for name, tensor in one.items():
         assert torch.allclose(tensor, other[name], atol=tolerance), name
 
@@ -118,8 +120,6 @@ def test_the_micro_batch_budget_does_not_matter(model_directory: Path, options: 
 
 def test_golden_losses(model_directory: Path) -> None:
     """Five steps of a seeded model. Rewrite the file on purpose only: VENUSRL_WRITE_GOLDEN=1."""
-    import os
-
     batches = [scored_by(model_directory, make_batch(v, seed=7, groups=4, size=4, staleness=1)) for v in range(5)]
     losses, _ = weights_after(model_directory, batches, learning_rate=3e-3, warmup_steps=2, weight_decay=0.1)
     if os.environ.get("VENUSRL_WRITE_GOLDEN"):
@@ -194,3 +194,78 @@ def test_weights_of_another_model_are_refused(model_directory: Path) -> None:
     subject = load_model(model_directory)
     with pytest.raises(Exception, match="another model"):
         load_whole_state(subject, {"other": torch.zeros(1)})
+
+
+# --- shared prompts and ranks -----------------------------------------------------------------------------------------
+def with_shared_prompts(batch: Batch, prompt: int) -> Batch:
+    """Give all trajectories of a group the same first ``prompt`` tokens, before everything they had."""
+    groups = []
+    for number, group in enumerate(batch.groups):
+        shared = [(number * 31 + place * 7) % 256 for place in range(prompt)]
+        members = []
+        for trajectory in group.trajectories:
+            segments = []
+            for segment in trajectory.segments:
+                first = segment.loss_mask.index(True)
+                shift = prompt - first
+                segments.append(
+                    Segment(
+                        token_ids=shared + segment.token_ids[first:],
+                        loss_mask=[False] * prompt + segment.loss_mask[first:],
+                        logprobs=[0.0] * prompt + segment.logprobs[first:],
+                        spans=[VersionSpan(s.version, s.start + shift, s.end + shift) for s in segment.spans],
+                    )
+                )
+            members.append(msgspec.structs.replace(trajectory, segments=segments))
+        groups.append(msgspec.structs.replace(group, trajectories=members))
+    return msgspec.structs.replace(batch, groups=groups)
+
+
+def loss_and_gradient(model: Path, batch: Batch, *, ranks: int = 1, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    """As the ranks together would compute it, without an optimizer."""
+    scorer = Scorer(load_model(model), Sampling(), torch.float32)
+    rows = rows_of(batch, normalize_std=True)
+    total = 0.0
+    for rank in plan(rows.rows, ranks=ranks, keep_zero_advantage=False, **options):
+        for micro_batch in rank:
+            policy, _ = scorer(micro_batch)
+            losses = token_losses(policy, micro_batch.behaviour, micro_batch.advantage, Objective())
+            loss = (losses.loss * micro_batch.weight).sum() / rows.sampled_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+    return total, {name: p.grad for name, p in scorer.model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
+    assert one[0] == pytest.approx(other[0], abs=1e-5)
+    assert one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        assert torch.allclose(gradient, other[1][name], rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("budget", [1, 150, 100_000])
+def test_reading_a_prompt_once_changes_nothing(model_directory: Path, budget: int) -> None:
+    batch = scored_by(model_directory, with_shared_prompts(make_batch(0, groups=3, size=4), 40))
+    rows = rows_of(batch, normalize_std=True).rows
+    (shared,) = plan(rows, token_budget=100_000, ranks=1, keep_zero_advantage=False, share_prompts=True)
+    assert {int(micro_batch.prompt.shape[0]) for micro_batch in shared} == {39}
+    assert_same_step(
+        loss_and_gradient(model_directory, batch, token_budget=budget, share_prompts=True),
+        loss_and_gradient(model_directory, batch, token_budget=budget),
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 16])
+def test_padding_to_the_number_of_ranks_weighs_nothing(model_directory: Path, ranks: int) -> None:
+    batch = scored_by(model_directory, make_batch(0, groups=3, size=3))
+    assert_same_step(
+        loss_and_gradient(model_directory, batch, token_budget=70, ranks=ranks),
+        loss_and_gradient(model_directory, batch, token_budget=70),
+    )
+
+
+def test_a_cache_that_forgets_is_not_shared(model_directory: Path) -> None:
+    model = load_model(model_directory)
+    assert can_share_prompts(model)
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    assert not can_share_prompts(model)
