@@ -168,13 +168,13 @@ async def test_T19_a_command_that_times_out_is_an_observation() -> None:
 
 async def test_the_time_cap_limits_the_last_command_and_keeps_the_verdict() -> None:
     stage = Stage(fenced("ls"), script={"ls": CommandResult(137, "", 0, 30.0, timed_out=True)})
-    limits = EpisodeLimits(AgentLimits(4, 64, 256, 25.0, 256), LIMITS.sandbox, 60.0, 2000.0)
+    limits = EpisodeLimits(AgentLimits(4, 64, 256, 10.0, 256), LIMITS.sandbox, 60.0, 2000.0)
     trajectory = await stage.play(limits)
     assert trajectory.failure == Failure(FailureKind.POLICY, "time")
     assert trajectory.reward == 1.0
     first = stage.sandboxes.commands[0].timeout_s
     assert first is not None
-    assert 0 < first <= LIMITS.sandbox.command_timeout_s
+    assert 0 < first < 10.0 < LIMITS.sandbox.command_timeout_s
 
 
 async def test_T18_a_full_context_is_a_policy_failure_marked_truncated() -> None:
@@ -260,10 +260,10 @@ async def test_a_denied_sandbox_is_waited_for() -> None:
 
 async def test_a_sandbox_denied_for_too_long_is_infrastructure() -> None:
     stage = Stage(max_sandboxes=0)
-    trajectory = await stage.play()
+    trajectory = await stage.play(EpisodeLimits(LIMITS.agent, LIMITS.sandbox, 2.5, 2000.0))
     assert trajectory.failure is not None
     assert trajectory.failure.reason == SandboxDenied.reason
-    assert trajectory.metrics["seconds/sandbox"] == LIMITS.sandbox_wait_s
+    assert trajectory.metrics["seconds/sandbox"] == 2.5
 
 
 # --- cancellation and deadline ------------------------------------------------------------------------------
