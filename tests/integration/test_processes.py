@@ -207,6 +207,11 @@ async def test_keep_running_restarts_a_bounded_number_of_times(tmp_path: Path, m
     assert (await healing.keep_running(restarts=2)).code == 0
     assert healing.starts == 2
 
+    hopeless = process(tmp_path, shell("echo the disk is full; exit 3"), "hopeless")
+    with pytest.raises(ProcessError, match="the disk is full"):
+        await hopeless.keep_running(restarts=100, final=(3,))
+    assert hopeless.starts == 1
+
 
 async def test_stop_ends_keep_running_also_while_it_backs_off(tmp_path: Path) -> None:
     child = process(tmp_path, shell("exit 1"))

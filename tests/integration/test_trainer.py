@@ -28,7 +28,15 @@ from venusrl.testing.trainer_api import FakeTrainerApi, Report
 from venusrl.training import checkpoint as checkpoints
 from venusrl.training import trainer as trainer_module
 from venusrl.training.checkpoint import latest, path_of, versions
-from venusrl.training.errors import ApiError, BatchError, CheckpointError, CoordinatorLost, OutOfMemory, TrainingError
+from venusrl.training.errors import (
+    EXIT_FAILED,
+    ApiError,
+    BatchError,
+    CheckpointError,
+    CoordinatorLost,
+    OutOfMemory,
+    TrainingError,
+)
 from venusrl.training.launch import KEY_VARIABLE, trainer_command
 from venusrl.training.trainer import exclusive, main, out_of_memory_named, train
 from venusrl.training.world import World
@@ -291,7 +299,7 @@ async def test_the_cause_is_the_last_line(
     monkeypatch.setenv(KEY_VARIABLE, "key")
     arguments = ["--run-dir", str(run_directory(tmp_path / "run", model)), "--url", api.url]
     try:
-        assert await asyncio.to_thread(main, arguments) == 1
+        assert await asyncio.to_thread(main, arguments) == EXIT_FAILED
     finally:
         await api.stop()
     assert capsys.readouterr().err.splitlines()[-1] == "trainer: trajectory g0-0/0: reward nan is not a finite number"
@@ -381,7 +389,7 @@ async def test_a_full_disk_ends_with_one_message_and_earlier_versions(
     code, errors = await start(run_dir, api, prefix=prefix).ended()
     if code == 77 or "unshare failed" in errors:
         pytest.skip("no mount namespaces for this user")
-    assert code == 1
+    assert code == EXIT_FAILED
     assert errors.splitlines()[-1].startswith(f"trainer: the disk of {root} is full; earlier checkpoints are intact")
     assert sorted(path.name for path in copied.iterdir()) == ["v000000"]
     assert checkpoints.read(copied, 0).manifest.checkpointed

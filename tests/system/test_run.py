@@ -162,7 +162,7 @@ def test_a_trainer_that_keeps_dying_ends_the_run_with_its_cause(recipes: Recipes
 def test_a_full_disk_is_one_clear_message_and_loses_nothing(recipes: Recipes, start: Start, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.system(f"mount -t tmpfs -o size=3m tmpfs {disk}") != 0:
+    if os.system(f"mount -t tmpfs -o size=2500k tmpfs {disk}") != 0:
         pytest.skip("this machine does not let us mount a small disk")
     try:
         run_dir = disk / "run"
@@ -170,6 +170,7 @@ def test_a_full_disk_is_one_clear_message_and_loses_nothing(recipes: Recipes, st
         process = start(recipe, run_dir)
         assert process.wait(WAIT_S) == 1, process.said()
         assert "disk" in process.said()
+        assert len([e for e in events(run_dir) if e["kind"] == "trainer_down"]) <= 1, "a stated cause is final"
         assert "Traceback" not in process.said()
         os.system(f"mount -o remount,size=64m {disk}")
         assert faults(run_dir) == []

@@ -137,11 +137,11 @@ class SupervisedProcess:
             return None
         return await self._child.stop(grace_s)
 
-    async def keep_running(self, restarts: int) -> ProcessExit:
+    async def keep_running(self, restarts: int, *, final: tuple[int, ...] = ()) -> ProcessExit:
         """Run the child until it ends with exit code 0 or is stopped, starting it again when it dies.
 
-        Raises ProcessError with the last exit as its text when ``restarts`` are used up. Cancelled, it stops
-        the child.
+        Raises ProcessError with the last exit as its text when ``restarts`` are used up, or at once for an exit code
+        in ``final``: by it the child says that another start would end the same. Cancelled, it stops the child.
         """
         delay = _BACKOFF_S
         while True:
@@ -153,6 +153,8 @@ class SupervisedProcess:
                 raise
             if end.asked or end.code == 0:
                 return end
+            if end.code in final:
+                raise ProcessError(str(end))
             if restarts <= 0:
                 raise ProcessError(f"{end}\nand it may not be started again ({self.starts} starts)")
             restarts -= 1

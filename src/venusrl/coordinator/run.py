@@ -34,6 +34,7 @@ from venusrl.observe.summary import write_summary
 from venusrl.recipe import Recipe, to_toml
 from venusrl.sandboxes.node import EmbeddedNode, NodeConfig
 from venusrl.tasks import TaskSets, load_tasks
+from venusrl.training.errors import EXIT_FAILED
 from venusrl.training.launch import convert_command
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class _Drive:
 
     async def _train(self) -> None:
         """Keep the trainer running until the run is over. Raises RunFailed when it cannot be kept."""
-        end = await self._parts.trainer.keep_running(self._recipe.training.restarts)
+        end = await self._parts.trainer.keep_running(self._recipe.training.restarts, final=(EXIT_FAILED,))
         if not self._parts.over:
             raise RunFailed(f"the trainer left while the run goes on: {end}", reason="trainer_left")
 

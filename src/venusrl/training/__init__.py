@@ -7,7 +7,8 @@ Runs as its own process (``launch.trainer_command``) and talks to the coordinato
 - ``checkpoints/v000000/model`` exists before the trainer's first request for a batch, and
   ``checkpoints/v%06d/model`` before it reports that version as trained;
 - ``checkpoints/v%06d.keep`` (made by whoever reads a version for long) protects that version from pruning;
-- exit code 0: the run is over (HTTP 410). Anything else: the last line of stderr is the cause.
+- exit code 0: the run is over (HTTP 410). ``errors.EXIT_FAILED``: the last line of stderr is the cause, and starting it
+  again would change nothing. Anything else: a crash.
 
 This package and ``launch`` import no torch; the other modules do.
 """

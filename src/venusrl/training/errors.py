@@ -1,11 +1,12 @@
 """What stops a trainer. Each error's message is the cause the user reads; there is no other channel.
 
-``EXIT_FAILED`` is the process's exit code for all of them; 0 means the run is over.
+``EXIT_FAILED`` is the process's exit code for all of them: the trainer stated its cause, and starting it again would
+change nothing. 0 means that the run is over; any other code is a crash.
 """
 
 from __future__ import annotations
 
-EXIT_FAILED = 1
+EXIT_FAILED = 3
 
 
 class TrainingError(Exception):

@@ -7,7 +7,7 @@ the checkpoint that contains it, so it is never trained twice; one trainer at a 
 
 Must not know: how batches are formed or rewards come about.
 
-Guarantees: exit code 0 when the coordinator says that the run is over, else 1 and a last message on stderr that
+Guarantees: exit code 0 when the coordinator says that the run is over, else 3 and a last message on stderr that
 begins with ``trainer:`` and states the cause. A kill at any instant loses at most the step in progress.
 """
 
