@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before anything imports torch: the machine is shared and small, and numerics must not depend on its cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,7 +16,13 @@ for _name in ("VENUSRL_API_KEY", "VENUSRL_DEBUG"):
     os.environ.pop(_name, None)
 
 # CI repeats the same examples at every run; by hand each run tries new ones. A slow machine is not a failure.
-settings.register_profile("venusrl", deadline=None, database=None, derandomize=bool(os.environ.get("CI")))
+settings.register_profile(
+    "venusrl",
+    deadline=None,
+    database=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("venusrl")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
