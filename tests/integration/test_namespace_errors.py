@@ -51,7 +51,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     kernel.mount("small", str(folder), "tmpfs", 0, "size=64k")
     yield folder
-    kernel.unmount(str(folder))
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> None:

@@ -33,7 +33,7 @@ from venusrl.sandboxes.protocol import (
     SandboxError,
     SandboxGone,
 )
-from venusrl.sandboxes.runtimes.namespace import bwrap, wire
+from venusrl.sandboxes.runtimes.namespace import program, wire
 from venusrl.sandboxes.runtimes.namespace.client import LauncherClient
 
 _T = TypeVar("_T")
@@ -268,7 +268,7 @@ class EmbeddedNode:
             return self._client
 
     async def _launch(self) -> LauncherClient:
-        bubblewrap = await asyncio.to_thread(bwrap.find)
+        bubblewrap = await asyncio.to_thread(program.find)
         if self._clearing is not None:
             await self._clearing
         client = await LauncherClient.start(self._registry.log(self._node_id), self._on_end)

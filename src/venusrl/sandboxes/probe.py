@@ -21,7 +21,7 @@ import msgspec
 
 from venusrl.sandboxes.node import EmbeddedNode
 from venusrl.sandboxes.protocol import Limits, SandboxError
-from venusrl.sandboxes.runtimes.namespace import bwrap, wire
+from venusrl.sandboxes.runtimes.namespace import program, wire
 
 _LIMITS = Limits(memory_mib=128, pids=32, disk_mib=16, command_timeout_s=20)
 _CGROUP_MEND = (
@@ -43,8 +43,8 @@ class Check(msgspec.Struct, frozen=True):
 def probe() -> list[Check]:
     """Look at this machine. May be called with or without a running event loop."""
     try:
-        found = bwrap.find()
-        version = ".".join(map(str, bwrap.version_of(found)))
+        found = program.find()
+        version = ".".join(map(str, program.version_of(found)))
     except SandboxError as error:
         return [_lack("bubblewrap", error)]
     checks = [Check("bubblewrap", True, f"{version} at {found.program}")]

@@ -25,6 +25,9 @@ from venusrl.sandboxes.protocol import Limits, SandboxError
 PREFIX = "venusrl."
 _CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
+_NODE_CPU_SHARES = 8192
+_NODE_CPU_WEIGHT = 800
+"""Eight times the default: the node's sandboxes together must not weigh as little as one process of the run."""
 _HELPER_PIDS = 2  # bubblewrap's monitor and its PID 1 are counted too
 _REMOVE_TIMEOUT_S = 5.0
 
@@ -97,6 +100,7 @@ def find(node_id: str) -> NodeGroups | None:
         if mount.version == 2:
             directory = _first(candidates(mount, own.get("", "/")), name, _enable_v2)
             if directory is not None:
+                _write_if_there(directory / "cpu.weight", str(_NODE_CPU_WEIGHT))
                 return NodeGroups(2, {"": directory})
     directories: dict[str, Path] = {}
     for controller in _CONTROLLERS:
@@ -106,6 +110,8 @@ def find(node_id: str) -> NodeGroups | None:
                 if directory is not None:
                     directories[controller] = directory
     if {"memory", "pids"} <= directories.keys():
+        if "cpu" in directories:
+            _write_if_there(directories["cpu"] / "cpu.shares", str(_NODE_CPU_SHARES))
         return NodeGroups(1, directories)
     for directory in directories.values():
         remove_tree(directory)

@@ -9,7 +9,10 @@ Must not know: sandboxes.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 
 MS_RDONLY = 1
 MS_NOSUID = 2
@@ -18,14 +21,17 @@ MS_NOEXEC = 8
 MS_REC = 1 << 14
 MS_PRIVATE = 1 << 18
 MS_SLAVE = 1 << 19
-MNT_DETACH = 2
 
 CLONE_NEWNS = 0x0002_0000
 CLONE_NEWUSER = 0x1000_0000
+CLONE_NEWNET = 0x4000_0000
 
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_IN_ROOT = 0x10
+
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -80,14 +86,20 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
     _check(result, "mount", target)
 
 
-def unmount(target: str) -> None:
-    """Detach ``target`` at once; what still uses it keeps it alive."""
-    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), "umount", target)
-
-
 def unshare(flags: int) -> None:
     """unshare(2)."""
     _check(_libc.unshare(flags), "unshare", hex(flags))
+
+
+def setns(namespace: int, kind: int) -> None:
+    """setns(2); ``kind`` is the CLONE_NEW flag that ``namespace`` must be of."""
+    _check(_libc.setns(namespace, kind), "setns", hex(kind))
+
+
+def bring_up_loopback() -> None:
+    """Bring up ``lo`` in the current network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
 
 
 def set_parent_death_signal(signal: int) -> None:

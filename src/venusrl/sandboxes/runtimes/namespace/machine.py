@@ -25,7 +25,7 @@ from venusrl.sandboxes.protocol import (
     SandboxError,
     SandboxGone,
 )
-from venusrl.sandboxes.runtimes.namespace import bwrap, cgroup, files, kernel, seccomp, spawn, storage, userns, wire
+from venusrl.sandboxes.runtimes.namespace import bwrap, cgroup, disk, files, kernel, seccomp, spawn, stage, userns, wire
 from venusrl.sandboxes.runtimes.namespace.command import Command
 from venusrl.sandboxes.templates import Template
 
@@ -42,7 +42,7 @@ class Sandbox:
         self.host_uid: int | None = None
         self.userns: int | None = None
         self.group: cgroup.SandboxGroup | None = None
-        self.disk: storage.Disk | None = None
+        self.disk: disk.Disk | None = None
         self.oom_seen = 0
         self.running = 0
         self.condemned = False
@@ -70,8 +70,8 @@ class Machine:
                     "no control group with memory and pids is writable: start as root, or have a cgroup v2 subtree "
                     "delegated (systemd-run --user --scope -p Delegate=yes ...), or do not require control groups"
                 )
-            storage.enter_private_namespace(self._privileged)
-            self._stage = storage.Stage(setup.bubblewrap)
+            stage.enter_private_namespace(self._privileged)
+            self._stage = stage.Stage(setup.bubblewrap)
         except BaseException:  # whatever it is, cancellation too: raised again below
             self._remove_groups()
             raise
@@ -114,8 +114,9 @@ class Machine:
         if self._groups is not None:
             sandbox.group = cgroup.SandboxGroup(self._groups, name, sandbox.limits)
             undo.callback(sandbox.group.remove)
-        sandbox.disk = self._stage.create(name, sandbox.template, sandbox.limits.disk_mib, owner, sandbox.userns)
-        undo.callback(self._stage.remove, sandbox.disk)
+        limits = sandbox.limits
+        sandbox.disk = disk.create(self._stage, sandbox.template, limits.disk_mib, owner, sandbox.userns)
+        undo.callback(sandbox.disk.close)
 
     def condemn(self, name: str) -> None:
         """Nothing new may happen in it."""
@@ -136,7 +137,7 @@ class Machine:
             raise SandboxError("a command with mounts cannot run beside another one in the same sandbox")
         owner = sandbox.host_uid or 0
         if sandbox.disk.whole:
-            storage.restore(sandbox.disk, owner)
+            sandbox.disk.restore(owner)
         _require_folder(sandbox.disk, request.cwd)
         binds = self._bind(sandbox.disk, str(request.id), request.mounts)
         try:
@@ -160,7 +161,7 @@ class Machine:
         kills = sandbox.group.oom_kills() if sandbox.group is not None else 0
         out_of_memory, sandbox.oom_seen = kills > sandbox.oom_seen, kills
         try:
-            return wire.Ran(request.id, command.result(out_of_memory, storage.is_full(sandbox.disk)))
+            return wire.Ran(request.id, command.result(out_of_memory, sandbox.disk.is_full()))
         except SandboxError as error:
             return wire.failure(request.id, error)
 
@@ -201,7 +202,7 @@ class Machine:
             raise SandboxGone(f"sandbox {name} does not exist (any more)")
         return sandbox
 
-    def _bind(self, disk: storage.Disk, run: str, mounts: tuple[Mount, ...]) -> tuple[bwrap.Bind, ...]:
+    def _bind(self, own: disk.Disk, run: str, mounts: tuple[Mount, ...]) -> tuple[bwrap.Bind, ...]:
         """Copies of what is to be mounted, and real mount points for them."""
         if not mounts:
             return ()
@@ -211,9 +212,9 @@ class Machine:
             if mount.target.split("/")[1] in _RESERVED | {""}:
                 raise BadPath(f"nothing can be mounted at {mount.target}: choose a top-level directory of its own")
         binds = self._stage.copy_mounts(run, mounts)
-        if disk.whole:
+        if own.whole:
             for bind in binds:
-                files.make_mount_point(disk.root, bind.target.lstrip("/"), os.path.isdir(bind.source))
+                files.make_mount_point(own.root, bind.target.lstrip("/"), os.path.isdir(bind.source))
         return binds
 
     def _spawn(self, sandbox: Sandbox, request: wire.Run, binds: tuple[bwrap.Bind, ...]) -> Command:
@@ -236,6 +237,8 @@ class Machine:
                 command=request.command.encode(errors="surrogateescape"),
                 output=output_end,
                 inherited=inherited,
+                mounts=sandbox.disk.mounts,
+                network=sandbox.disk.network,
                 host_uid=sandbox.host_uid,
                 group=sandbox.group,
                 limits=sandbox.limits,
@@ -274,12 +277,12 @@ def _seccomp_descriptor() -> int:
     return _memory_file(seccomp.program(machine))
 
 
-def _require_folder(disk: storage.Disk, cwd: str) -> None:
+def _require_folder(own: disk.Disk, cwd: str) -> None:
     """Refuse a working directory that is not there, where it can be told without starting anything."""
     name = files.normal(cwd, None) or "."
-    if not disk.whole and name.split("/", 1)[0] not in templates.WRITABLE:
+    if not own.whole and name.split("/", 1)[0] not in templates.WRITABLE:
         return
     try:
-        os.close(kernel.openat2(disk.root, name, os.O_PATH | os.O_DIRECTORY, resolve=kernel.RESOLVE_IN_ROOT))
+        os.close(kernel.openat2(own.root, name, os.O_PATH | os.O_DIRECTORY, resolve=kernel.RESOLVE_IN_ROOT))
     except OSError as error:
         raise BadPath(f"{cwd} is not a directory in the sandbox: {error.strerror}") from None

@@ -1,6 +1,6 @@
 """Starting one bubblewrap.
 
-Owns: the fork, and everything between fork and exec: control group, limits, user, descriptors.
+Owns: the fork, and everything between fork and exec: control group, limits, namespaces, user, descriptors.
 
 Must not know: what becomes of the process afterwards.
 
@@ -44,6 +44,9 @@ class Job(msgspec.Struct, frozen=True):
     command: bytes
     output: int
     inherited: tuple[int, ...]
+    mounts: int
+    network: int
+    """Namespaces to be in when bubblewrap starts."""
     host_uid: int | None
     group: SandboxGroup | None
     limits: Limits
@@ -65,6 +68,8 @@ def _exec(job: Job) -> NoReturn:
         if job.group is not None:
             job.group.enter()
         _limit(job.limits, grouped=job.group is not None, own_uid=job.host_uid is not None)
+        kernel.setns(job.mounts, kernel.CLONE_NEWNS)
+        kernel.setns(job.network, kernel.CLONE_NEWNET)
         null = os.open("/dev/null", os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(job.output, 1)

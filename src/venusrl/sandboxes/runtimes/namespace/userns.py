@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from venusrl.sandboxes.protocol import RuntimeUnavailable
-from venusrl.sandboxes.runtimes.namespace import kernel
+from venusrl.sandboxes.runtimes.namespace import holder, kernel
 
 MEND = (
     "allow unprivileged user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
@@ -101,40 +101,20 @@ def create(slot: IdSlot, user: int) -> int:
 
     Needs CAP_SETUID and CAP_SETGID; called in a single-threaded process. Raises RuntimeUnavailable.
     """
-    ready, tell_ready = os.pipe()
-    wait_done, done = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _be_the_owner(slot.base + user, tell_ready, wait_done, close=(ready, done))
-    try:
-        os.close(tell_ready)
-        os.close(wait_done)
-        answer = os.read(ready, 256)
-        if answer != b"ok":
-            raise RuntimeUnavailable(f"user namespaces cannot be created ({answer.decode() or 'no answer'}): {MEND}")
-        for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{child}/{name}").write_text(f"0 {slot.base} {slot.count}\n")
-        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(ready)
-        os.close(done)
-        os.waitpid(child, 0)
+    uid = slot.base + user
 
-
-def _be_the_owner(uid: int, tell_ready: int, wait_done: int, close: tuple[int, ...]) -> None:
-    """Child: become ``uid``, make the namespace, say so, stay until the parent holds it. Does not return."""
-    status = 1
-    try:
-        for fd in close:
-            os.close(fd)
+    def make() -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        kernel.unshare(kernel.CLONE_NEWUSER)
-        os.write(tell_ready, b"ok")
-        os.read(wait_done, 1)
-        status = 0
-    except OSError as error:
-        os.write(tell_ready, str(error).encode()[:256])
-    finally:
-        os._exit(status)
+        try:
+            kernel.unshare(kernel.CLONE_NEWUSER)
+        except OSError as error:
+            raise RuntimeUnavailable(f"user namespaces cannot be created ({error.strerror}): {MEND}") from None
+
+    def take(child: int) -> int:
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{child}/{name}").write_text(f"0 {slot.base} {slot.count}\n")
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+
+    return holder.hold(make, take)
