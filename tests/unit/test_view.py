@@ -11,7 +11,7 @@ def test_failures_of_one_reason_are_told_together() -> None:
     failure: dict[str, object] = {
         "trajectory": "t",
         "reason": "sandbox_gone",
-        "message": "it died\nmore",
+        "message": "it died",
         "replaced": True,
     }
     notes.add("trajectory_failed", failure)
@@ -30,3 +30,10 @@ def test_other_events_are_one_line_each_and_most_are_not_told() -> None:
     notes.add("batch_formed", {"version": 3})
     notes.add("evaluation", {"version": 3, "mode": "sampled", "reward": 0.51239, "failed": 0, "note": ""})
     assert list(notes.lines) == ["evaluation: version 3 · mode sampled · reward 0.512 · failed 0"]
+
+
+def test_a_long_cause_is_told_by_its_first_and_last_line() -> None:
+    notes = Notes()
+    cause = "trainer ended with exit code 3 after 9.0 s; the last lines of /somewhere/trainer.log:\n  INFO x\n  trainer: no room\n"
+    notes.add("trainer_down", {"cause": cause})
+    assert list(notes.lines) == ["trainer down: cause trainer ended with exit code 3 after 9.0 s: trainer: no room"]

@@ -51,10 +51,13 @@ _TOLD = frozenset({"worker_up", "worker_down", "trainer_down", "group_closed", "
 
 
 def _short(value: object) -> str:
+    """One line of it: the first, and of a longer text the last, where a child's log says why."""
     if isinstance(value, float):
         return f"{value:.3f}"
-    lines = str(value).splitlines()
-    return lines[0][:120] if lines else ""
+    lines = [line.strip() for line in str(value).splitlines() if line.strip()]
+    if len(lines) < 2:
+        return lines[0][:120] if lines else ""
+    return f"{lines[0].partition(';')[0][:80]}: {lines[-1][:120]}"
 
 
 class Sources(msgspec.Struct, frozen=True):
