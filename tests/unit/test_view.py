@@ -34,6 +34,6 @@ def test_other_events_are_one_line_each_and_most_are_not_told() -> None:
 
 def test_a_long_cause_is_told_by_its_first_and_last_line() -> None:
     notes = Notes()
-    cause = "trainer ended with exit code 3 after 9.0 s; the last lines of /somewhere/trainer.log:\n  INFO x\n  trainer: no room\n"
+    cause = "trainer ended with exit code 3 after 9.0 s; the last lines of trainer.log:\n  INFO x\n  trainer: no room\n"
     notes.add("trainer_down", {"cause": cause})
     assert list(notes.lines) == ["trainer down: cause trainer ended with exit code 3 after 9.0 s: trainer: no room"]
