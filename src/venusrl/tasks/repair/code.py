@@ -38,7 +38,8 @@ COMPARISON = {
 class Function(msgspec.Struct, frozen=True):
     """One generated function: its source lines, and what its shape offers to an editor.
 
-    ``sites`` are (line offset, old text, new text) edits that keep the module valid Python.
+    ``sites`` are (line offset, old text, new text) edits that keep the module valid Python; a word or an operator there
+    takes the space before it along, so that it is the same token as in a listing.
     """
 
     name: str
@@ -80,34 +81,35 @@ def _numbers(rng: random.Random, count: int, width: int) -> tuple[tuple[Any, ...
     return tuple(rows)
 
 
-def arithmetic(rng: random.Random, nouns: Sequence[str]) -> Function:
+def arithmetic(rng: random.Random, nouns: Sequence[str], sound: bool) -> Function:
     """``return a op b``, with two or three parameters."""
     params = tuple(rng.sample(NOUNS, rng.choice((2, 3))))
     a, b = rng.sample(params, 2)
     op = rng.choice(tuple(ARITHMETIC))
-    doc = rng.choice(ARITHMETIC[op]).format(a=a, b=b)
+    told_op, (told_a, told_b) = (op, (a, b)) if sound else (rng.choice(tuple(ARITHMETIC)), rng.sample(params, 2))
+    doc = rng.choice(ARITHMETIC[told_op]).format(a=told_a, b=told_b)
     name = _name(rng, nouns)
     lines = (f"def {name}({', '.join(params)}):", f'    """Return {doc}."""', f"    return {a} {op} {b}")
-    sites = [(2, op, other) for other in ARITHMETIC if other != op]
-    sites += [(2, used, spare) for used in (a, b) for spare in params if spare not in (a, b)]
+    sites = [(2, f" {op}", f" {other}") for other in ARITHMETIC if other != op]
+    sites += [(2, f" {used}", f" {spare}") for used in (a, b) for spare in params if spare not in (a, b)]
     return Function(name, params, lines, "arithmetic", _numbers(rng, 6, len(params)), tuple(sites))
 
 
-def comparison(rng: random.Random, nouns: Sequence[str]) -> Function:
+def comparison(rng: random.Random, nouns: Sequence[str], sound: bool) -> Function:
     """``return a < b``."""
     params = tuple(rng.sample(NOUNS, 2))
     a, b = rng.sample(params, 2)
     op = rng.choice(tuple(COMPARISON))
     name = _name(rng, nouns)
-    doc = COMPARISON[op].format(a=a, b=b)
+    doc = COMPARISON[op if sound else rng.choice(tuple(COMPARISON))].format(a=a, b=b)
     lines = (f"def {name}({', '.join(params)}):", f'    """Tell whether {doc}."""', f"    return {a} {op} {b}")
     n = rng.randrange(3, 20)
     calls = ((n, n), (n, n + 1), (n + 1, n), (n, n + 5), (n + 5, n))
-    sites = tuple((2, op, other) for other in COMPARISON if other != op)
+    sites = tuple((2, f" {op}", f" {other}") for other in COMPARISON if other != op)
     return Function(name, params, lines, "comparison", calls, sites)
 
 
-def condition(rng: random.Random, nouns: Sequence[str]) -> Function:
+def condition(rng: random.Random, nouns: Sequence[str], sound: bool) -> Function:
     """``return a and not b``: which of the two flags is negated, if any."""
     params = tuple(rng.sample(FLAGS, 2))
     a, b = rng.sample(params, 2)
@@ -115,34 +117,38 @@ def condition(rng: random.Random, nouns: Sequence[str]) -> Function:
     words = {False: "{} is set", True: "{} is not set"}
     body = f"{'not ' * left}{a} and {'not ' * right}{b}"
     name = _name(rng, nouns)
-    doc = f"{words[left].format(a)} and {words[right].format(b)}"
+    told = (left, right) if sound else (rng.random() < 0.5, rng.random() < 0.5)
+    doc = f"{words[told[0]].format(a)} and {words[told[1]].format(b)}"
     lines = (f"def {name}({', '.join(params)}):", f'    """Tell whether {doc}."""', f"    return {body}")
     calls = ((True, True), (True, False), (False, True), (False, False))
-    sites = [(2, f"not {x}", x) if negated else (2, x, f"not {x}") for x, negated in ((a, left), (b, right))]
-    sites.append((2, "and", "or"))
+    sites = [(2, f" not {x}", f" {x}") if n else (2, f" {x}", f" not {x}") for x, n in ((a, left), (b, right))]
+    sites.append((2, " and", " or"))
     return Function(name, params, lines, "condition", calls, tuple(sites))
 
 
-def default(rng: random.Random, nouns: Sequence[str]) -> Function:
+def default(rng: random.Random, nouns: Sequence[str], sound: bool) -> Function:
     """``def f(a, b=5)`` with the default stated in words of the docstring."""
     a, b = rng.sample(NOUNS, 2)
     value = rng.randrange(2, 10)
+    told = value if sound else rng.randrange(2, 10)
     op = rng.choice(tuple(ARITHMETIC))
     name = _name(rng, nouns)
-    doc = f"Return {rng.choice(ARITHMETIC[op]).format(a=a, b=b)}; {b} is {value} unless given"
+    doc = f"Return {rng.choice(ARITHMETIC[op]).format(a=a, b=b)}; {b} is {told} unless given"
     lines = (f"def {name}({a}, {b}={value}):", f'    """{doc}."""', f"    return {a} {op} {b}")
     calls = tuple((n,) for n in rng.sample(range(2, 30), 3)) + _numbers(rng, 3, 2)
     sites = tuple((0, f"={value}", f"={other}") for other in range(2, 10) if other != value)
     return Function(name, (a, b), lines, "default", calls, sites)
 
 
-def call(rng: random.Random, nouns: Sequence[str]) -> Function:
+def call(rng: random.Random, nouns: Sequence[str], sound: bool) -> Function:
     """``return minus(a, b)``: a call of a helper where the order of the arguments matters."""
     params = tuple(rng.sample(NOUNS, 2))
     a, b = rng.sample(params, 2)
     name = _name(rng, nouns)
-    lines = (f"def {name}({', '.join(params)}):", f'    """Take {b} from {a}."""', f"    return minus({a}, {b})")
-    sites = ((2, f"{a}, {b}", f"{b}, {a}"), (2, f"({a}", f"({b}"), (2, f"{b})", f"{a})"))
+    taken, source = (b, a) if sound else rng.sample(params, 2)
+    doc = f'    """Take {taken} from {source}."""'
+    lines = (f"def {name}({', '.join(params)}):", doc, f"    return minus({a}, {b})")
+    sites = ((2, f"({a}, {b}", f"({b}, {a}"), (2, f"({a}", f"({b}"), (2, f" {b}", f" {a}"))
     return Function(name, params, lines, "call", _numbers(rng, 5, 2), sites)
 
 
@@ -155,7 +161,7 @@ HELPER = Function(
     (),
 )
 
-SHAPES: dict[str, Callable[[random.Random, Sequence[str]], Function]] = {
+SHAPES: dict[str, Callable[[random.Random, Sequence[str], bool], Function]] = {
     "arithmetic": arithmetic,
     "comparison": comparison,
     "condition": condition,
@@ -174,15 +180,16 @@ _LINE_JOIN = "\n\n\n"
 
 
 # --- modules ------------------------------------------------------------------------------------------
-def build(rng: random.Random, shape: str, nouns: Sequence[str], others: int) -> tuple[Module, int]:
-    """A sound module whose subject has ``shape``, among ``others`` further functions.
+def build(rng: random.Random, shape: str, nouns: Sequence[str], others: int, sound: bool = True) -> tuple[Module, int]:
+    """A module whose subject has ``shape``, among ``others`` further functions. Unless ``sound``, docstrings are
+    made without regard to the code.
 
     Returns it with the 1-based line of the subject's ``def``.
     """
-    subject = SHAPES[shape](rng, nouns)
+    subject = SHAPES[shape](rng, nouns, sound)
     functions = [subject]
     while len(functions) <= others:
-        extra = SHAPES[rng.choice(tuple(SHAPES))](rng, nouns)
+        extra = SHAPES[rng.choice(tuple(SHAPES))](rng, nouns, sound)
         if extra.name not in {f.name for f in functions}:
             functions.append(extra)
     rng.shuffle(functions)
@@ -198,12 +205,13 @@ def _source(functions: list[Function]) -> str:
 
 def _candidate_faults(rng: random.Random, family: str, subject: Function) -> list[tuple[int, str, str]]:
     """Edits (line offset, right, wrong) of a sound function that make a fault of ``family``."""
-    strict = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+    strict = {" <": " <=", " <=": " <", " >": " >=", " >=": " >"}
+    arithmetic_sites = {f" {op}" for op in ARITHMETIC}
     keep: dict[str, Callable[[tuple[int, str, str]], bool]] = {
-        "operator": lambda s: s[1] in ARITHMETIC,
+        "operator": lambda s: s[1] in arithmetic_sites,
         "off_by_one": lambda s: strict.get(s[1]) == s[2],
-        "wrong_variable": lambda s: s[1] not in ARITHMETIC,
-        "missing_negation": lambda s: s[1].startswith("not "),
+        "wrong_variable": lambda s: s[1] not in arithmetic_sites,
+        "missing_negation": lambda s: s[1].startswith(" not "),
         "wrong_default": lambda s: True,
         "swapped_arguments": lambda s: "," in s[1],
     }

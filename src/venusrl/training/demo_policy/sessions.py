@@ -2,11 +2,14 @@
 
 Owns: the kinds of session and their shares. Pure: everything comes from the ``random.Random`` handed in.
 
-What it never holds: a faulty module, or the sentence that the demo's RL tasks use ("its tests fail"). Modules here
-are sound: what their docstrings say is what they do. A session either is told the exact edit (it learns to read, to
-copy and to edit), or is asked vaguely to work on a function and makes an arbitrary valid edit (it learns what edits
-look like, not which one mends anything). Which edit makes failing tests pass is left for reinforcement learning to
-find out.
+What it never holds: a repair, or the sentence that the demo's RL tasks use ("its tests fail"). A session either is
+told the exact edit (it learns to read, to copy and to edit), or is asked vaguely to work on a function and makes an
+arbitrary valid edit, drawn without looking at the docstring (it learns what edits look like, not which one mends
+anything). Which edit makes failing tests pass is left for reinforcement learning to find out.
+
+Modules are sound at first: what their docstrings say is what they do. Later half of the docstrings are made without
+regard to the code. Otherwise the policy takes what it edits from the docstring instead of reading the code: it then
+asked ``sed`` to replace an operator that was not there in 42% of its attempts at faulty modules.
 """
 
 from __future__ import annotations
@@ -51,16 +54,16 @@ def _session(instruction: str, *steps: tuple[str, str]) -> list[Message]:
     return messages
 
 
-def _edit(rng: random.Random, vague: bool) -> list[Message]:
+def _edit(rng: random.Random, vague: bool, sound: bool) -> list[Message]:
     shape = rng.choice(tuple(code.SHAPES))
-    module, start = code.build(rng, shape, words.NOUNS, rng.choice((0, 1, 1)))
+    module, start = code.build(rng, shape, words.NOUNS, rng.choice((0, 1, 1)), sound)
     subject = next(f for f in module.functions if f.name == module.function)
     offset, old, new = rng.choice(subject.sites)
     file = f"{module.name}.py"
     if vague:
         instruction = f"Work on {subject.name} in {file}: {rng.choice(VAGUE_REASONS)}."
     else:
-        instruction = rng.choice(EXPLICIT).format(file=file, old=old, new=new, function=subject.name)
+        instruction = rng.choice(EXPLICIT).format(file=file, old=old.strip(), new=new.strip(), function=subject.name)
     command = f"sed -i '{start + offset}s/{old}/{new}/' {file}"
     return _session(instruction, (f"cat -n {file}", numbered(module.source)), (command, ""))
 
@@ -89,11 +92,23 @@ def _copy(rng: random.Random) -> list[Message]:
     return _session(instruction, ("ls", file), (f"echo {file} > out.txt", ""))
 
 
-def session(rng: random.Random) -> list[Message]:
-    """One session: 50% explicit edits, 30% vague edits, 20% reading and copying."""
+def transcription(rng: random.Random) -> list[Message]:
+    """Copy a list of words from one file to another."""
+    # Every copied word is a lesson in looking back: copying forms several times sooner than from single words.
+    listed = " ".join(rng.sample(words.NOUNS + words.FLAGS, rng.randrange(6, 20)))
+    file = f"{rng.choice(words.MODULES)}.txt"
+    return _session(f"Copy {file} to out.txt by hand.", (f"cat {file}", listed), (f"echo {listed} > out.txt", ""))
+
+
+def session(rng: random.Random, sound: bool = True) -> list[Message]:
+    """One session: 45% explicit edits, 20% vague edits, 15% finding and copying, 20% transcribing.
+
+    Unless ``sound``, half of the modules have docstrings that were made without regard to the code.
+    """
+    sound = sound or rng.random() < 0.5
     draw = rng.random()
-    if draw < 0.5:
-        return _edit(rng, vague=False)
-    if draw < 0.8:
-        return _edit(rng, vague=True)
-    return _copy(rng)
+    if draw < 0.45:
+        return _edit(rng, vague=False, sound=sound)
+    if draw < 0.65:
+        return _edit(rng, vague=True, sound=sound)
+    return _copy(rng) if draw < 0.8 else transcription(rng)

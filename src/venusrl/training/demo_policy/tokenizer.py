@@ -1,7 +1,8 @@
 """The demo policy's tokenizer: byte-level BPE of about a thousand tokens, trained on its own sessions.
 
-Words, single digits, single punctuation marks and runs of spaces never merge with each other, so an identifier or an
-operator is the same token in a listing and in a ``sed`` command: copying is then one-token-to-one-token.
+A piece is a word, a digit, a comparison or one other mark, with the one space before it if there is one. Pieces
+never merge with each other, so an identifier or an operator is one token, the same in a listing and in a ``sed``
+command, and the token before it says where it stood: copying is then plain induction.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_PIECES = r'[A-Za-z]+|[0-9]|\n|\t| +|"+|`+|[^A-Za-z0-9\s]'
+_PIECES = r' ?[A-Za-z]+| ?[0-9]| ?[<>=]+|\n|\t| +|"+|`+| ?[^A-Za-z0-9\s]'
 
 
 def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
