@@ -242,6 +242,11 @@ def substitute(source: str, line: int, old: str, new: str) -> str:
     return "\n".join(lines)
 
 
+def sed(line: int, old: str, new: str, file: str) -> str:
+    """The command that makes the substitution in a shell (``*`` alone means something to sed in what is sought)."""
+    return f"sed -i '{line}s/{old.replace('*', chr(92) + '*')}/{new}/' {file}"
+
+
 def fix(module: Module) -> str:
     """The module's source with its fault mended."""
     assert module.fault is not None

@@ -86,7 +86,7 @@ def _write_task(directory: Path, module: code.Module) -> None:
         "tests/test.sh": _TEST_SH,
         "tests/check.py": check,
         "tests/cases.json": json.dumps(cases) + "\n",
-        "solution/solve.sh": f"#!/bin/sh\nsed -i '{fault.line}s/{fault.wrong}/{fault.right}/' {module.name}.py\n",
+        "solution/solve.sh": f"#!/bin/sh\n{code.sed(fault.line, fault.wrong, fault.right, f'{module.name}.py')}\n",
     }
     for name, text in files.items():
         path = directory / name

@@ -64,7 +64,7 @@ def _edit(rng: random.Random, vague: bool, sound: bool) -> list[Message]:
         instruction = f"Work on {subject.name} in {file}: {rng.choice(VAGUE_REASONS)}."
     else:
         instruction = rng.choice(EXPLICIT).format(file=file, old=old.strip(), new=new.strip(), function=subject.name)
-    command = f"sed -i '{start + offset}s/{old}/{new}/' {file}"
+    command = code.sed(start + offset, old, new, file)
     return _session(instruction, (f"cat -n {file}", numbered(module.source)), (command, ""))
 
 
