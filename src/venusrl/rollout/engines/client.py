@@ -134,7 +134,7 @@ class HttpEngineClient:
         self._paused = True
         try:
             await self._call("POST", f"{wire.PAUSE}?mode=keep&clear_cache=false")
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             self._open()
             raise
 

@@ -32,6 +32,8 @@ def main() -> int:
     key = os.environ.pop(wire.KEY_VARIABLE, "")
     if not key:
         return _refuse(f"set {wire.KEY_VARIABLE} to the bearer key that clients must show")
+    if not (Path(options.model) / "config.json").is_file():
+        return _refuse(f"{options.model} is not a model directory: there is no config.json in it")
     if options.nice:
         os.nice(options.nice)
     if options.cpus:

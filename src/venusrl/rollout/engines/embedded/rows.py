@@ -158,7 +158,7 @@ def _decode(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_
         query = query.new_zeros(rows_pass.active, *query.shape[1:]).index_copy_(0, rows_pass.rows, query)
     active, longest = rows_pass.active, rows_pass.longest
     scores = torch.matmul(query, keys[:active, :, :, :longest])
-    weights = torch.softmax(scores.add_(rows_pass.bias), -1)
+    weights = torch.softmax(scores.add_(rows_pass.bias), -1, dtype=torch.float32).to(query.dtype)
     output = torch.matmul(weights, values[:active, :, :longest])
     return output if rows_pass.dense else output[rows_pass.rows]
 
@@ -167,8 +167,9 @@ def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias
     size, kv_heads, groups, width = query.shape
     flat = query.permute(1, 2, 0, 3).reshape(kv_heads, groups * size, width)
     scores = torch.matmul(flat, keys).view(kv_heads, groups, size, -1).add_(bias)
-    weights = torch.softmax(scores, -1).view(kv_heads, groups * size, -1)
-    return torch.matmul(weights, values).view(kv_heads, groups, size, width).permute(2, 0, 1, 3)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    attended = torch.matmul(weights.view(kv_heads, groups * size, -1), values)
+    return attended.view(kv_heads, groups, size, width).permute(2, 0, 1, 3)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, rows_attention)
