@@ -42,7 +42,7 @@ class BuildConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_decay: float = 0.05
     batch_rows: int = 32
     copying_rows: int = 8
-    steps: int = 2800
+    steps: int = 4200
     warmup_steps: int = 100
     copying_steps: int = 250
     sound_steps: int = 2000

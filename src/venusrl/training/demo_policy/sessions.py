@@ -45,10 +45,12 @@ def fenced(command: str) -> str:
     return f"```sh\n{command}\n```"
 
 
-def _session(instruction: str, *steps: tuple[str, str]) -> list[Message]:
+def _session(instruction: str, *steps: tuple[str, str], thought: str = "") -> list[Message]:
+    """``thought`` is said before the last command."""
     messages = [Message("user", instruction)]
-    for command, observation in steps:
-        messages.append(Message("assistant", fenced(command)))
+    for index, (command, observation) in enumerate(steps):
+        said = thought if index == len(steps) - 1 else ""
+        messages.append(Message("assistant", said + fenced(command)))
         messages.append(Message("user", observation or "[no output]"))
     messages.append(Message("assistant", fenced("submit")))
     return messages
@@ -65,7 +67,10 @@ def _edit(rng: random.Random, vague: bool, sound: bool) -> list[Message]:
     else:
         instruction = rng.choice(EXPLICIT).format(file=file, old=old.strip(), new=new.strip(), function=subject.name)
     command = code.sed(start + offset, old, new, file)
-    return _session(instruction, (f"cat -n {file}", numbered(module.source)), (command, ""))
+    listing = numbered(module.source)
+    # Saying the line first puts what is to be edited right before the edit, and saying it is a plain copy.
+    thought = listing.split("\n")[start + offset - 1].lstrip() + "\n"
+    return _session(instruction, (f"cat -n {file}", listing), (command, ""), thought=thought)
 
 
 def _copy(rng: random.Random) -> list[Message]:
@@ -101,13 +106,13 @@ def transcription(rng: random.Random) -> list[Message]:
 
 
 def session(rng: random.Random, sound: bool = True) -> list[Message]:
-    """One session: 45% explicit edits, 20% vague edits, 15% finding and copying, 20% transcribing.
+    """One session: 35% explicit edits, 30% vague edits, 15% finding and copying, 20% transcribing.
 
     Unless ``sound``, half of the modules have docstrings that were made without regard to the code.
     """
     sound = sound or rng.random() < 0.5
     draw = rng.random()
-    if draw < 0.45:
+    if draw < 0.35:
         return _edit(rng, vague=False, sound=sound)
     if draw < 0.65:
         return _edit(rng, vague=True, sound=sound)
