@@ -39,6 +39,7 @@ class LauncherClient:
         self._log = log
         self._on_end = on_end
         self._next = 0
+        self._heard_at = 0.0
         self._pending: dict[int, asyncio.Future[wire.Reply]] = {}
         self.ended: str | None = None
         """Why it ended, once it has."""
@@ -80,7 +81,7 @@ class LauncherClient:
         return self._next, future
 
     async def ask(self, build: Callable[[int], wire.Request], timeout_s: float) -> wire.Reply:
-        """Send a request and wait for its reply. A launcher that does not answer in time is ended."""
+        """Send a request and wait for its reply. A launcher that answers nobody for that long is ended."""
         number, future = self.submit(build)
         try:
             return await self.wait(future, timeout_s)
@@ -88,11 +89,19 @@ class LauncherClient:
             self._pending.pop(number, None)
 
     async def wait(self, future: asyncio.Future[wire.Reply], timeout_s: float) -> wire.Reply:
-        """Wait for a submitted request. A launcher that does not answer in time is ended."""
-        done, _ = await asyncio.wait((future,), timeout=timeout_s)
-        if not done:
-            self._process.kill()
-            raise SandboxError(f"the sandbox launcher did not answer within {timeout_s:.0f} s and was ended")
+        """Wait for a submitted request. A launcher that answers nobody for that long is ended.
+
+        Silence is what counts, not this request's turn: behind a hundred others on a starved machine a healthy
+        launcher takes minutes, and ending it would lose every sandbox of the node.
+        """
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        while not future.done():
+            silent_since = max(asked_at, self._heard_at)
+            await asyncio.wait((future,), timeout=max(0.0, silent_since + timeout_s - loop.time()))
+            if not future.done() and loop.time() - max(asked_at, self._heard_at) >= timeout_s:
+                self._process.kill()
+                raise SandboxError(f"the sandbox launcher answered nothing for {timeout_s:.0f} s and was ended")
         return future.result()
 
     async def close(self) -> None:
@@ -110,6 +119,7 @@ class LauncherClient:
             while True:
                 header = await self._reader.readexactly(wire.HEADER_BYTES)
                 reply = wire.decode_reply(await self._reader.readexactly(wire.body_length(header)))
+                self._heard_at = asyncio.get_running_loop().time()
                 self._settle(reply)
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
