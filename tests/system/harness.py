@@ -13,10 +13,11 @@ from typing import Any
 
 from venusrl.coordinator.store import RunStore
 
+# What tells each kind by its command line; a sandboxed command is bubblewrap with its arguments on a descriptor.
 _KINDS = {
     "engine": "venusrl.rollout.engines.worker",
     "trainer": "venusrl.training.trainer",
-    "sandbox": "bwrap",
+    "sandbox": " --args ",
     "launcher": "venusrl.sandboxes.runtimes.namespace.launcher",
 }
 
