@@ -88,16 +88,19 @@ class Trainer:
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         environment = {**os.environ, KEY_VARIABLE: "key", "OMP_NUM_THREADS": "1", **env}
-        self._process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
 
-    async def ended(self, timeout_s: float = 120.0) -> tuple[int, str]:
+    async def ended(self, timeout_s: float = 240.0) -> tuple[int, str]:
         try:
             _, errors = await asyncio.to_thread(self._process.communicate, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
             raise
         return self._process.returncode, errors
 
@@ -208,7 +211,7 @@ async def test_sparse_checkpoints_retrain_the_recorded_batches(
     with pytest.raises(CoordinatorLost):
         await train_here(run_dir, api, patience_s=0.3)
     assert [report.checkpointed for report in api.reports] == [False, True]
-    assert versions(run_dir / "checkpoints") == [0, 2, 3]
+    assert versions(run_dir / "checkpoints") == [0, 1, 2, 3]
     api.on_report, api.asked, api.version = None, [], 3  # the answer was lost, not the report
     assert await train_here(run_dir, api) == "all steps are trained"
     assert api.asked[0] == 2, "version 3 had weights only, so its batch is trained again"

@@ -136,12 +136,19 @@ def place_like(whole: Tensor, like: Tensor) -> Tensor:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state, gathered. A collective when sharded."""
-    return {name: gather(tensor) for name, tensor in model.state_dict().items()}
+    return {name: gather(tensor) for name, tensor in _own_state(model).items()}
+
+
+def _own_state(model: nn.Module) -> dict[str, Tensor]:
+    """Without the second names of tied parameters: gathered, they would become tensors of their own."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    second_names = names - {name for name, _ in model.named_parameters()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in second_names}
 
 
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the parameters in place from a gathered state. Raises ModelError when names or shapes differ."""
-    own = model.state_dict()
+    own = _own_state(model)
     if set(own) != set(state):
         raise ModelError(f"weights of another model: differing names {sorted(set(own) ^ set(state))[:4]}")
     with torch.no_grad():
