@@ -83,7 +83,7 @@ class Scene:
         self.played: list[str] = []
         self.cancelled: list[tuple[str, str]] = []
         self.trainer_held = False
-        self.recorder = RunRecorder(store.run_dir, tensorboard=False)
+        self.recorder = RunRecorder(store.run_dir)
         self.episodes = Episodes(
             store=store,
             tasks=self.tasks,
