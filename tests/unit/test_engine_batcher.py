@@ -162,6 +162,58 @@ def test_T07_nothing_computed_under_old_weights_is_found() -> None:
     assert later.cached_tokens > 0, "what the new weights computed is"
 
 
+def test_a_plain_reset_forgets_but_what_runs_is_found_again_from_its_start() -> None:
+    bench = Bench(pages=100, slots=4, prefill_tokens=64)
+    running = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9], 20)
+    bench.step()
+    bench.batcher.reset_cache(new_weights=False)
+    assert bench.pages.match("", running.tokens, 8)[0] == []
+    bench.drain()
+    later = bench.add(running.tokens, 1)
+    bench.drain()
+    assert later.cached_tokens == 28
+
+
+def test_a_newcomer_leaves_the_running_ones_room_to_grow() -> None:
+    bench = Bench(pages=5, slots=4, prefill_tokens=64)
+    first = bench.add([1] * 8, 4)
+    bench.step()
+    assert len(first.pages) == 2
+    bench.add([2] * 8, 1)
+    bench.step()
+    assert [s.tokens[0] for s in bench.batcher.running] == [1], "two free pages, one of them for the first to grow into"
+    bench.drain()
+    assert bench.batcher.preemptions == 0
+
+
+def test_the_same_content_twice_is_kept_once() -> None:
+    pages = Pages(8, SIZE)
+    tokens = list(range(8))
+    one, other = pages.take((), 2), pages.take((), 2)
+    assert one is not None
+    assert other is not None
+    assert pages.publish("", tokens, one, 0, 2) == [0, 1]
+    assert pages.publish("", tokens, other, 0, 2) == []
+    assert other == one
+    assert pages.held == 2
+    pages.release(one)
+    assert pages.held == 2
+    pages.release(other)
+    assert pages.available == 8
+
+
+def test_eviction_takes_a_chain_from_its_end() -> None:
+    pages = Pages(3, SIZE)
+    tokens = list(range(12))
+    table = pages.take((), 3)
+    assert table is not None
+    pages.publish("", tokens, table, 0, 3)
+    pages.release(table)
+    for left in (2, 1, 0):
+        assert pages.take((), 1) == [table[left]]
+        assert pages.match("", tokens, 12)[0] == table[:left]
+
+
 class BatcherMachine(RuleBasedStateMachine):
     """Random traffic: KV is always that of the right tokens, and never of two versions in the cache."""
 
