@@ -179,7 +179,7 @@ def test_a_newcomer_leaves_the_running_ones_room_to_grow() -> None:
     first = bench.add([1] * 8, 4)
     bench.step()
     assert len(first.pages) == 2
-    bench.add([2] * 8, 1)
+    bench.add([2] * 8, 3)
     bench.step()
     assert [s.tokens[0] for s in bench.batcher.running] == [1], "two free pages, one of them for the first to grow into"
     bench.drain()
