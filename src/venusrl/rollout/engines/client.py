@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -179,7 +180,6 @@ class HttpEngineClient:
     # --- requests -------------------------------------------------------------------------------
     def _wire_request(self, request: GenerateRequest) -> wire.WireGenerate:
         sampling = request.sampling
-        salt = f"v{self._version}" + (f"/{request.cache_salt}" if request.cache_salt else "")
         return wire.WireGenerate(
             request_id=request.request_id,
             token_ids=request.token_ids,
@@ -194,7 +194,7 @@ class HttpEngineClient:
                 logprobs=0,
                 detokenize=False,
             ),
-            cache_salt=salt,
+            cache_salt=_salt(self._version, request.cache_salt),
             priority=-request.urgency,
         )
 
@@ -297,6 +297,11 @@ def _generation(answer: wire.WireGenerated, prompt_tokens: int, context: int) ->
         stop=stop,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
     )
+
+
+def _salt(version: int, salt: str) -> str:
+    """Servers limit a salt's length and characters; callers need not know."""
+    return f"v{version}-{hashlib.sha256(salt.encode()).hexdigest()[:32]}" if salt else f"v{version}"
 
 
 def _version_number(name: str) -> int:
