@@ -28,6 +28,14 @@ settings.load_profile("venusrl")
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A real vLLM takes minutes to start: only its own tier, which asks for the marker, runs it."""
+    if "vllm" not in str(config.option.markexpr):
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason="needs a real vLLM, in a tier of its own: make test-vllm"))
+
+
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory that is also the current one."""
