@@ -18,7 +18,7 @@ from venusrl.rollout.engines.launch import EngineKind, EngineSettings, engine_co
 
 KEY = "test-key"
 VOCABULARY = 128
-CONTEXT = 512
+CONTEXT = 1024
 
 
 @dataclass

@@ -36,8 +36,6 @@ _T = TypeVar("_T")
 
 _POLL_S = 0.05
 _UNAVAILABLE = 503
-_KEEP_ALIVE_S = 3.0
-"""Shorter than any server's own (vLLM: 5 s), so that no request meets a connection being closed."""
 _STOP = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
 
 
@@ -77,7 +75,9 @@ class HttpEngineClient:
         """Requests that wait for the end of a pause: True = send it, False = aborted."""
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            # A connection a call: servers drop idle connections, and those on which they failed, without a word,
+            # and a turn must not be taken for lost because it met one of them.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
         )
 

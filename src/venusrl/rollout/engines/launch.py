@@ -89,6 +89,7 @@ def _vllm(settings: EngineSettings, port: int, api_key: str, python: Path) -> La
     server += ["--scheduling-policy", "priority", "--logprobs-mode", "processed_logprobs"]
     server += ["--enable-prompt-tokens-details", "--enable-prefix-caching", "--seed", str(settings.seed)]
     server += ["--generation-config", "vllm", "--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    server += ["--worker-extension-cls", "venusrl_tied_head.TiedHead"]
     argv = [str(python), *server]
     if settings.cpus:
         argv = ["taskset", "-c", ",".join(map(str, settings.cpus)), *argv]
@@ -97,6 +98,8 @@ def _vllm(settings: EngineSettings, port: int, api_key: str, python: Path) -> La
     env = {
         "VLLM_API_KEY": api_key,
         "VLLM_SERVER_DEV_MODE": "1",
+        # Only this: vLLM's environment must see neither our packages nor the user's.
+        "PYTHONPATH": str(Path(__file__).with_name("vllm_side")),
         "VLLM_CPU_CI_ENV": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
