@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import os
 import random
-import resource
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from venusrl import models
 from venusrl.rollout.engines.client import HttpEngineClient
@@ -81,7 +81,7 @@ async def session(client: HttpEngineClient, load: Load, number: int, answers: li
 
 
 @contextlib.contextmanager
-def started(kind: EngineKind, model: Path, load: Load, slots: int) -> Iterator[str]:
+def started(kind: EngineKind, model: Path, load: Load, slots: int) -> Iterator[tuple[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -91,42 +91,35 @@ def started(kind: EngineKind, model: Path, load: Load, slots: int) -> Iterator[s
     with tempfile.TemporaryFile() as sink:
         process = subprocess.Popen(launch.argv, env={**os.environ, **launch.env}, stdout=sink, stderr=sink)
         try:
-            yield launch.base_url
+            yield launch.base_url, process.pid
         finally:
             process.terminate()
             process.wait(30)
 
 
-def serve(kind: EngineKind, model: Path, load: Load, slots: int) -> Result:
-    """Drive a server process. Its processor time is that of this process's ended children, start-up excluded."""
+def processor_s(pid: int) -> float:
+    """Processor time of a process and all that it started."""
+    root = psutil.Process(pid)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
-    async def drive(url: str) -> tuple[int, int, float]:
+
+def serve(kind: EngineKind, model: Path, load: Load, slots: int) -> Result:
+    """Drive a server process, from ready to the last answer."""
+
+    async def drive(url: str, pid: int) -> Result:
         client = HttpEngineClient(url, KEY, slots=slots)
         await client.wait_ready(900)
-        began = time.monotonic()
+        began, cpu = time.monotonic(), processor_s(pid)
         work = [session(client, load, i, answers) for i, answers in enumerate(load.answers())]
         generated = sum(await asyncio.gather(*work))
-        wall = time.monotonic() - began
+        wall, cpu = time.monotonic() - began, processor_s(pid) - cpu
         prefilled = (await client.load()).prefill_tokens_total
         await client.close()
-        return generated, prefilled, wall
+        return Result(generated, prefilled, wall, cpu)
 
-    async def idle(url: str) -> None:
-        client = HttpEngineClient(url, KEY)
-        await client.wait_ready(900)
-        await client.close()
-
-    def children() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    before = children()
-    with started(kind, model, load, slots) as url:
-        asyncio.run(idle(url))
-    start_up = children() - before
-    with started(kind, model, load, slots) as url:
-        generated, prefilled, wall = asyncio.run(drive(url))
-    return Result(generated, prefilled, wall, children() - before - 2 * start_up)
+    with started(kind, model, load, slots) as (url, pid):
+        return asyncio.run(drive(url, pid))
 
 
 def library(model: Path, load: Load, slots: int) -> Result:
