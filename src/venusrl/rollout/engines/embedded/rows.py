@@ -75,7 +75,7 @@ class Pass:
 class Rows:
     """``rows`` rows of ``row_tokens`` tokens, and ``pages`` pages of ``page_tokens`` tokens. A ``RowStore``.
 
-    Keys are kept transposed (head_dim, tokens): a decoding step's products then read them in order.
+    A layer's rows lie together, rows and heads one after the other: products over all of them then need no copy.
     """
 
     def __init__(
@@ -85,30 +85,22 @@ class Rows:
         self._size = page_tokens
         layers, heads, width = shape
         row_tokens = -(-row_tokens // page_tokens) * page_tokens
-        self._keys = _reserve((rows, layers, heads, width, row_tokens), dtype)
-        self._values = _reserve((rows, layers, heads, row_tokens, width), dtype)
-        self._key_pool = _reserve((pages, layers, heads, width, page_tokens), dtype)
-        self._value_pool = _reserve((pages, layers, heads, page_tokens, width), dtype)
+        self._rows = _reserve((2, layers, rows, heads, row_tokens, width), dtype)
+        self._pool = _reserve((pages, 2, layers, heads, page_tokens, width), dtype)
         # Views made once: slicing costs as much as a small product.
-        self.keys = [self._keys[:, layer] for layer in range(layers)]
-        self.values = [self._values[:, layer] for layer in range(layers)]
+        self.keys, self.values = list(self._rows[0]), list(self._rows[1])
 
     def load(self, row: int, pages: Sequence[int]) -> None:
-        if not pages:
-            return
-        index, end = torch.tensor(list(pages)), len(pages) * self._size
-        self._keys[row, ..., :end] = self._key_pool[index].permute(1, 2, 3, 0, 4).flatten(3)
-        self._values[row, :, :, :end] = self._value_pool[index].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        if pages:
+            pieces = self._pool[torch.tensor(list(pages))].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+            self._rows[:, :, row, :, : len(pages) * self._size] = pieces
 
     def save(self, row: int, positions: Sequence[int], pages: Sequence[int]) -> None:
         for position, page in zip(positions, pages, strict=True):
-            start, end = position * self._size, (position + 1) * self._size
-            self._key_pool[page] = self._keys[row, ..., start:end]
-            self._value_pool[page] = self._values[row, :, :, start:end]
+            self._pool[page] = self._rows[:, :, row, :, position * self._size : (position + 1) * self._size]
 
     def move(self, source: int, target: int, tokens: int) -> None:
-        self._keys[target, ..., :tokens] = self._keys[source, ..., :tokens]
-        self._values[target, :, :, :tokens] = self._values[source, :, :, :tokens]
+        self._rows[:, :, target, :, :tokens] = self._rows[:, :, source, :, :tokens]
 
 
 def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -137,18 +129,17 @@ def rows_attention(
     kv_heads = key.shape[1]
     # (tokens, kv heads, queries of that kv head, head_dim): no copy of keys per query head.
     grouped = (query[0].transpose(0, 1) * scaling).view(tokens, kv_heads, heads // kv_heads, width)
-    fresh_keys, fresh_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     output = torch.empty_like(grouped)
     if count := rows_pass.decodes:
         at = (rows_pass.rows, rows_pass.positions)
-        keys[at[0], :, :, at[1]] = fresh_keys[:count]
-        values[at[0], :, at[1]] = fresh_values[:count]
+        keys[at[0], :, at[1]] = key[0, :, :count].transpose(0, 1)
+        values[at[0], :, at[1]] = value[0, :, :count].transpose(0, 1)
         output[:count] = _decode(grouped[:count], keys, values, rows_pass)
     for chunk in rows_pass.prefills:
         part = slice(chunk.first, chunk.last)
-        row_keys, row_values = keys[chunk.row, :, :, : chunk.end], values[chunk.row, :, : chunk.end]
-        row_keys[:, :, chunk.start :] = fresh_keys[part].permute(1, 2, 0)
-        row_values[:, chunk.start :] = fresh_values[part].transpose(0, 1)
+        row_keys, row_values = keys[chunk.row, :, : chunk.end], values[chunk.row, :, : chunk.end]
+        row_keys[:, chunk.start :] = key[0, :, part]
+        row_values[:, chunk.start :] = value[0, :, part]
         output[part] = _prefill(grouped[part], row_keys, row_values, chunk.bias)
     return output.view(1, tokens, heads, width), None
 
@@ -157,7 +148,7 @@ def _decode(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_
     if not rows_pass.dense:
         query = query.new_zeros(rows_pass.active, *query.shape[1:]).index_copy_(0, rows_pass.rows, query)
     active, longest = rows_pass.active, rows_pass.longest
-    scores = torch.matmul(query, keys[:active, :, :, :longest])
+    scores = torch.matmul(query, keys[:active, :, :longest].transpose(2, 3))
     weights = torch.softmax(scores.add_(rows_pass.bias), -1, dtype=torch.float32).to(query.dtype)
     output = torch.matmul(weights, values[:active, :, :longest])
     return output if rows_pass.dense else output[rows_pass.rows]
@@ -166,7 +157,7 @@ def _decode(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_
 def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     size, kv_heads, groups, width = query.shape
     flat = query.permute(1, 2, 0, 3).reshape(kv_heads, groups * size, width)
-    scores = torch.matmul(flat, keys).view(kv_heads, groups, size, -1).add_(bias)
+    scores = torch.matmul(flat, keys.transpose(1, 2)).view(kv_heads, groups, size, -1).add_(bias)
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     attended = torch.matmul(weights.view(kv_heads, groups * size, -1), values)
     return attended.view(kv_heads, groups, size, width).permute(2, 0, 1, 3)
