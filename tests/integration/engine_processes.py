@@ -76,23 +76,27 @@ def engine_process(
     """Start a server and stop it in the end, whatever happened to it."""
     settings = EngineSettings(str(model), kv_capacity_tokens, slots, context_tokens)
     launch = engine_command(kind, settings, port=free_port(), api_key=KEY)
-    log = Path(tempfile.mkdtemp(prefix="venusrl-engine-")) / "engine.log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            launch.argv,
-            env={**os.environ, **launch.env},
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="venusrl-engine-") as folder:
+        log = Path(folder) / "engine.log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                launch.argv,
+                env={**os.environ, **launch.env},
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield EngineProcess(launch.base_url, process, log)
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
     try:
-        yield EngineProcess(launch.base_url, process, log)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
