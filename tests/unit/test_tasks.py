@@ -34,7 +34,7 @@ def test_a_fault_fails_and_its_fix_passes(seed: int, family: str, held_out: bool
 
 @given(seed=st.integers(0, 10**9))
 @settings(max_examples=60, deadline=None)
-def test_pre_training_never_holds_the_rl_instruction_or_a_fault(seed: int) -> None:
+def test_pre_training_never_holds_the_rl_instruction(seed: int) -> None:
     text = "\n".join(message.content for message in sessions.session(random.Random(seed)))
     assert "its tests fail." not in text
 

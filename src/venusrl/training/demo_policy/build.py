@@ -100,7 +100,7 @@ def rows(tokenizer: Tokenizer, config: BuildConfig) -> Iterator[list[Row]]:
         chunks = [pool[i : i + each] for i in range(0, len(pool), each)]
         rng.shuffle(chunks)
         for chunk in chunks:
-            # Without these rows copying is forgotten again within 250 steps.
+            # Without these rows transcribing had not resumed 250 steps later.
             yield chunk + [copying(rng, vocabulary) for _ in range(config.copying_rows)]
 
 
