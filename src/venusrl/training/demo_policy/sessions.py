@@ -2,14 +2,15 @@
 
 Owns: the kinds of session and their shares. Pure: everything comes from the ``random.Random`` handed in.
 
-What it never holds: the sentence that the demo's RL tasks use ("its tests fail"), or an edit chosen because it repairs. A session either is
-told the exact edit (it learns to read, to copy and to edit), or is asked vaguely to work on a function and makes an
-arbitrary valid edit, drawn without looking at the docstring (it learns what edits look like, not which one mends
-anything). Which edit makes failing tests pass is left for reinforcement learning to find out.
+What it never holds: the sentence that the demo's RL tasks use ("its tests fail"), or an edit chosen because it
+repairs. A session either is told the exact edit (it learns to read, to copy and to edit), or is asked vaguely to
+work on a function and makes an arbitrary valid edit, drawn without looking at the docstring (it learns what edits
+look like, not which one mends anything). Which edit makes failing tests pass is left for reinforcement learning to
+find out.
 
-Modules are sound at first: what their docstrings say is what they do. Later half of the modules have docstrings made
-without regard to the code, so that what is to be edited must be read from the code (an arbitrary edit may then happen
-to agree with a docstring; none is drawn for that).
+Modules are sound at first: what their docstrings say is what they do. Later half of the modules have docstrings
+made without regard to the code, so that what is to be edited must be read from the code (an arbitrary edit may then
+happen to agree with a docstring; none is drawn for that).
 """
 
 from __future__ import annotations
