@@ -25,13 +25,16 @@ class OpenGroup(_Action, frozen=True):
 
 
 class CreateSandbox(_Action, frozen=True):
-    """Higher ``priority`` first."""
+    """Higher ``priority`` first. Said again for a sandbox that is still asked for, it changes the priority; for one
+    that is paused, it resumes it (answered by ``SandboxReady``)."""
 
     trajectory: str
     priority: int
 
 
-class ReleaseSandbox(_Action, frozen=True):
+class PauseSandbox(_Action, frozen=True):
+    """Give the sandbox's memory to somebody more urgent; its state is kept. Answered by ``SandboxPaused``."""
+
     trajectory: str
 
 
@@ -59,16 +62,24 @@ class Preempt(_Action, frozen=True):
 
 
 class Migrate(_Action, frozen=True):
+    """Copy the idle trajectory's KV to ``worker`` (only for fleets whose ``EngineCosts`` price a transfer), answered
+    by ``KVTransferred``. Moving by re-prefill needs no such action: the next ``Dispatch`` names another worker."""
+
     trajectory: str
     worker: str
 
 
 class RetainKV(_Action, frozen=True):
+    """Evict the idle trajectory's KV on ``worker`` after that of those not retained. A hint: engines without such
+    a control keep their own order."""
+
     trajectory: str
     worker: str
 
 
 class ReleaseKV(_Action, frozen=True):
+    """The idle trajectory's KV on ``worker`` may go first. A hint, as ``RetainKV``."""
+
     trajectory: str
     worker: str
 
@@ -108,7 +119,7 @@ class FailRun(_Action, frozen=True):
 Action = (
     OpenGroup
     | CreateSandbox
-    | ReleaseSandbox
+    | PauseSandbox
     | Dispatch
     | Hold
     | Preempt

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from venusrl.scheduling.costs import EngineCosts
 from venusrl.types import FailureKind, StopReason
 
 
@@ -21,12 +22,14 @@ class Tick(_Event, frozen=True):
 
 # --- engine workers -----------------------------------------------------------------------------
 class WorkerUp(_Event, frozen=True):
-    """A worker serves. ``kv_capacity``: tokens. ``slots``: sequences it decodes at once."""
+    """A worker serves. ``kv_capacity``: tokens. ``slots``: sequences it decodes at once. ``costs``: what its work
+    takes, where that is known."""
 
     worker: str
     kv_capacity: int
     slots: int
     version: int
+    costs: EngineCosts | None = None
 
 
 class WorkerDown(_Event, frozen=True):
@@ -146,6 +149,14 @@ class TurnFinished(_Event, frozen=True):
     stop: StopReason
 
 
+class KVTransferred(_Event, frozen=True):
+    """Answer to ``Migrate``: ``tokens`` of the trajectory's KV are now on ``worker``; 0 = it stayed where it was."""
+
+    trajectory: str
+    worker: str
+    tokens: int
+
+
 class ToolStarted(_Event, frozen=True):
     trajectory: str
     turn: int
@@ -224,6 +235,7 @@ Event = (
     | TurnDispatched
     | TokensGenerated
     | TurnFinished
+    | KVTransferred
     | ToolStarted
     | ToolFinished
     | VerificationStarted

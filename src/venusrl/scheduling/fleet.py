@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from venusrl.scheduling.costs import EngineCosts
+
 
 @dataclass(slots=True)
 class Worker:
@@ -24,6 +26,7 @@ class Worker:
     running: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
     chosen: int = 0
+    costs: EngineCosts | None = None
 
 
 class Fleet:
@@ -36,10 +39,10 @@ class Fleet:
         self._home: dict[str, Worker] = {}
         self._placements = 0
 
-    def up(self, name: str, kv_capacity: int, slots: int, version: int) -> None:
+    def up(self, name: str, kv_capacity: int, slots: int, version: int, costs: EngineCosts | None = None) -> None:
         """A worker serves (again): whatever it held before is gone."""
         self.down(name)
-        self.workers[name] = Worker(name, kv_capacity, max(1, slots), version)
+        self.workers[name] = Worker(name, kv_capacity, max(1, slots), version, costs=costs)
         self.changes += 1
 
     def down(self, name: str) -> None:
@@ -86,6 +89,13 @@ class Fleet:
             self._placements += 1
             worker.chosen = self._placements
         worker.running.add(trajectory)
+        return True
+
+    def move(self, trajectory: str, name: str) -> bool:
+        """The idle trajectory lives on another worker now. False if there is no such worker."""
+        if not self.place(trajectory, name):
+            return False
+        self.workers[name].running.discard(trajectory)
         return True
 
     def free(self, trajectory: str) -> None:

@@ -26,13 +26,13 @@ from venusrl.scheduling import events as ev
 from venusrl.scheduling.actions import (
     Action,
     CancelTrajectory,
-    CreateSandbox,
     Dispatch,
     FailRun,
     FinishRun,
     FormBatch,
     Hold,
     OpenGroup,
+    Preempt,
 )
 from venusrl.scheduling.config import SchedulerConfig
 from venusrl.scheduling.events import Event
@@ -73,7 +73,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
         self.config = config
-        self.policy: Policy = Fcfs() if policy is None else policy
+        self.policy = Fcfs() if policy is None else policy
         self.window = Window(config)
         self.fleet = Fleet()
         self.live: dict[str, Live] = {}
@@ -113,6 +113,7 @@ class Scheduler:
             ev.TurnDispatched: self._on_turn_dispatched,
             ev.TokensGenerated: _nothing,
             ev.TurnFinished: self._on_turn_finished,
+            ev.KVTransferred: self._on_kv_transferred,
             ev.ToolStarted: lambda e: self._doing(e.trajectory, "tool"),
             ev.ToolFinished: _nothing,
             ev.VerificationStarted: lambda e: self._doing(e.trajectory, "verifying"),
@@ -157,7 +158,25 @@ class Scheduler:
         """Why no batch forms now (see ``SchedulerSnapshot.waiting_for``)."""
         return waiting_for(self)
 
+    @property
+    def wake_at(self) -> float | None:
+        """When to send a ``Tick`` if nothing happens before; None = never."""
+        times = [t for t in (self.policy.wake_at(self), self._grace_ends()) if t is not None]
+        return min(times, default=None)
+
     # --- what a policy may look at (policies.View) ---------------------------------------------------
+    @property
+    def now(self) -> float:
+        return self._now
+
+    def group(self, trajectory: str) -> Group | None:
+        live = self.live.get(trajectory)
+        return None if live is None else live.group
+
+    def doing(self, trajectory: str) -> str | None:
+        live = self.live.get(trajectory)
+        return None if live is None else live.doing
+
     @property
     def workers(self) -> Mapping[str, Worker]:
         return self.fleet.workers
@@ -193,6 +212,7 @@ class Scheduler:
     # --- taking note -------------------------------------------------------------------------------------
     def _note(self, event: Event, now: float) -> None:
         self._now = now
+        self.policy.observe(event, self)
         self._handlers[type(event)](event)
 
     def _known(self, known: object) -> bool:
@@ -205,7 +225,7 @@ class Scheduler:
         self._changed = self._changed or self.blocked_since is not None
 
     def _on_worker_up(self, event: ev.WorkerUp) -> None:
-        self.fleet.up(event.worker, event.kv_capacity, event.slots, event.version)
+        self.fleet.up(event.worker, event.kv_capacity, event.slots, event.version, event.costs)
 
     def _on_version_published(self, event: ev.VersionPublished) -> None:
         self.window.publish(event.version)
@@ -242,8 +262,9 @@ class Scheduler:
             raise EventError(f"trajectory {event.trajectory} is opened twice")
         self.window.add_member(group, event.trajectory, event.index)
         self.live[event.trajectory] = Live(group)
-        priority = 1 if self.window.at_deadline(group) else -group.ordinal
-        self._out.append(CreateSandbox("opened", event.trajectory, priority))
+        wanted = self.policy.sandbox(event.trajectory, self)
+        if wanted is not None:
+            self._out.append(wanted)
 
     def _on_turn_requested(self, event: ev.TurnRequested) -> None:
         live = self.live.get(event.trajectory)
@@ -281,6 +302,10 @@ class Scheduler:
     def _on_turn_finished(self, event: ev.TurnFinished) -> None:
         if self._doing(event.trajectory, "tool"):
             self.fleet.free(event.trajectory)
+
+    def _on_kv_transferred(self, event: ev.KVTransferred) -> None:
+        if self._known(event.trajectory in self.live) and event.tokens:
+            self.fleet.move(event.trajectory, event.worker)
 
     def _on_trajectory_finished(self, event: ev.TrajectoryFinished) -> None:
         if not self._doing(event.trajectory, "finished"):
@@ -371,7 +396,8 @@ class Scheduler:
             self._changed = False
             self._settle()
         if self.ended is None:
-            self._dispatch()
+            self._apply_policy()
+            self._open()
         out, self._out = self._out, []
         return out
 
@@ -381,7 +407,6 @@ class Scheduler:
             self._retire(name, "stale")
         self._drop_obstacles()
         self._form()
-        self._open()
         self._conclude()
         if self._quota_holds:
             self._quota_holds = False
@@ -420,7 +445,8 @@ class Scheduler:
         return tuple(left) if allowed and len(self.window.complete) == len(left) else ()
 
     def _open(self) -> None:
-        room = self.window.room - self.opening - len(self.reopening)
+        asked = self.opening + len(self.reopening)
+        room = min(self.window.room, self.policy.group_limit(self) - self.window.outstanding) - asked
         while room > 0 and self._to_reissue:
             again = self._to_reissue.popleft()
             self.reopening[again.group] = again.times
@@ -454,15 +480,20 @@ class Scheduler:
         self.ended = action
         self._out.append(action)
 
-    def _dispatch(self) -> None:
+    def _apply_policy(self) -> None:
         for action in self.policy.decide(self):
             live = self.live[action.trajectory]
             if isinstance(action, Hold):
                 self._hold(live, action.reason)
                 self._quota_holds = self._quota_holds or action.reason == STALENESS_QUOTA
-            else:
+            elif isinstance(action, Dispatch):
                 self._send(live, action)
+            elif isinstance(action, Preempt) and live.doing != "generating":
+                raise EventError(f"the policy preempts {action.trajectory}, which is {live.doing}")
             self._out.append(action)
+
+    def _grace_ends(self) -> float | None:
+        return None if self.blocked_since is None else self.blocked_since + self.config.drop_grace_s
 
     def _send(self, live: Live, action: Dispatch) -> None:
         worker = self.fleet.workers[action.worker]

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 
 from venusrl.scheduling.actions import Dispatch, Hold
 from venusrl.scheduling.fleet import Worker
-from venusrl.scheduling.policies import PendingTurn, View
+from venusrl.scheduling.policies import Decision, PendingTurn, Policy, View
 
 
-class Fcfs:
-    """Implements ``Policy``."""
+class Fcfs(Policy):
+    """See the module."""
+
+    name = "fcfs"
 
     def __init__(self, *, gate: bool = False) -> None:
         self._gate = gate
@@ -38,7 +40,7 @@ class Fcfs:
         self._fresh.pop(trajectory, None)
         self._reasons.pop(trajectory, None)
 
-    def decide(self, view: View) -> Iterator[Dispatch | Hold]:
+    def decide(self, view: View) -> Iterator[Decision]:
         seen = (view.changes, view.freed if self._gate else 0)
         # What was held stays held until something changed: then look at the new turns only.
         todo = self._waiting if seen != self._seen else self._fresh
