@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from decimal import Decimal
 
 from venusrl.scheduling.actions import Dispatch, Hold
+from venusrl.scheduling.config import SchedulerConfig
 from venusrl.scheduling.fleet import Fleet, Worker
 from venusrl.scheduling.policies import PendingTurn
 from venusrl.scheduling.policies.fcfs import Fcfs
+from venusrl.scheduling.window import Group, Window
 
 
 class Bench:
@@ -18,6 +21,9 @@ class Bench:
         self.policy = Fcfs(gate=gate)
         self.fleet = Fleet()
         self.closed: set[str] = set()
+        self.config = SchedulerConfig(2, 2, Decimal(1), 1)
+        self.window = Window(self.config)
+        self.now = 0.0
         for index in range(workers):
             self.fleet.up(f"w{index}", 1000, slots, 0)
 
@@ -35,6 +41,12 @@ class Bench:
 
     def home(self, trajectory: str) -> Worker | None:
         return self.fleet.home(trajectory)
+
+    def group(self, trajectory: str) -> Group | None:
+        return None
+
+    def doing(self, trajectory: str) -> str | None:
+        return None
 
     def held(self, turn: PendingTurn) -> str | None:
         return None

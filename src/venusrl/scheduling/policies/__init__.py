@@ -47,9 +47,13 @@ class PendingTurn(msgspec.Struct, frozen=True):
 class View(Protocol):
     """What a policy may look at. It changes while ``decide`` runs: each decision takes effect at once."""
 
-    config: SchedulerConfig
-    window: Window
-    """Open groups, their members and ages. Read only."""
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def window(self) -> Window:
+        """Open groups, their members and ages; to read only."""
+        ...
 
     @property
     def now(self) -> float:
