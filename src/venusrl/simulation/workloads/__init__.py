@@ -1,0 +1,1 @@
+"""Workloads: where the trajectories of a simulated run come from (see ``scenario.Workload``)."""
