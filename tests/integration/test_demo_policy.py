@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from venusrl.models import check_directory, resolve
 from venusrl.rollout.chat import ChatTokenizer
 from venusrl.training.demo_policy.build import BuildConfig, build, chat_text, make_tokenizer
+from venusrl.training.demo_policy.longer import pretrain_longer
 from venusrl.types import Message
 
 
@@ -25,6 +26,16 @@ def test_a_build_leaves_a_model_that_loads_and_nothing_else(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert json.loads((tmp_path / "model" / "recipe.json").read_text())["config"]["steps"] == 4
     assert lines[-1].startswith("saved")
+
+
+def test_a_policy_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    shape = BuildConfig(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32, steps=2)
+    build(tmp_path / "model", shape, 1, lambda line: None)
+    pretrain_longer(tmp_path / "model", tmp_path / "longer", 3.0, 7, 1, lambda line: None)
+    before, after = (json.loads((tmp_path / name / "recipe.json").read_text()) for name in ("model", "longer"))
+    assert after["continued_from"] == before["sha256"] != after["sha256"]
+    assert after["figures"]["steps"] >= 1
+    AutoModelForCausalLM.from_pretrained(check_directory(tmp_path / "longer"))
 
 
 def test_the_shipped_tokenizer_is_the_one_that_the_script_makes() -> None:

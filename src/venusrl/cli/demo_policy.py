@@ -71,3 +71,33 @@ def build(
     console = stderr()
     builder.build(output, config, threads, lambda line: console.print(line, markup=False, soft_wrap=True))
     stdout().print(str(output), markup=False)
+
+
+@app.command("continue")
+def go_on(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write the model into.")],
+    seconds: Annotated[float, typer.Option(help="Wall time to spend.", min=1)],
+    model: Annotated[str, typer.Option(help="The policy to go on from.")] = _BUILTIN,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the data; another than it was built with.")] = 1001,
+) -> None:
+    """Pre-train a demo policy for some more time: what would the time of a run have given without any reward?
+
+    Example:
+
+    $ venusrl demo-policy continue --seconds 240 --output longer
+
+    $ venusrl train demo --set model.path=longer
+    """
+    from venusrl.models import ModelError, resolve
+    from venusrl.training.demo_policy.longer import pretrain_longer
+
+    try:
+        directory = resolve(model)
+    except ModelError as error:
+        raise CommandError(str(error)) from error
+    console = stderr()
+    pretrain_longer(
+        directory, output, seconds, seed, threads, lambda line: console.print(line, markup=False, soft_wrap=True)
+    )
+    stdout().print(str(output), markup=False)

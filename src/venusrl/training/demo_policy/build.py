@@ -237,9 +237,14 @@ def _resume(
 
 
 def save(
-    directory: Path, config: BuildConfig, model: Qwen3ForCausalLM, tokenizer: Tokenizer, figures: dict[str, float]
+    directory: Path,
+    config: BuildConfig,
+    model: Qwen3ForCausalLM,
+    tokenizer: Tokenizer,
+    figures: dict[str, float],
+    continued_from: str | None = None,
 ) -> None:
-    """Write the model directory atomically, weights in bf16."""
+    """Write the model directory atomically, weights in bf16. ``continued_from``: SHA-256 of the weights before."""
     staging = directory.with_name(directory.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -247,6 +252,8 @@ def save(
     tokenizers.save(tokenizer, staging)
     digest = hashlib.sha256((staging / "model.safetensors").read_bytes()).hexdigest()
     recipe = {"config": msgspec.to_builtins(config), "figures": figures, "sha256": digest, "torch": torch.__version__}
+    if continued_from is not None:
+        recipe["continued_from"] = continued_from
     (staging / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
     shutil.rmtree(directory, ignore_errors=True)
     staging.rename(directory)
