@@ -19,10 +19,11 @@ from pathlib import Path
 
 from runs import ensure, interval
 
+ENDS_ONLY: dict[str, object] = {"evaluation.every": 0, "evaluation.greedy": False}
 ARMS: dict[str, dict[str, object]] = {
     "demo": {},
-    "lr0": {"training.learning_rate": 0.0},
-    "shuffled": {"training.shuffle_rewards": True},
+    "lr0": {"training.learning_rate": 0.0, **ENDS_ONLY},
+    "shuffled": {"training.shuffle_rewards": True, **ENDS_ONLY},
 }
 PRETRAINING = "pretraining"
 KEYS = ("eval_reward_start", "eval_reward_end", "eval_reward_gain", "wall_s", "staleness_mean", "trainer_idle_fraction")
@@ -41,8 +42,8 @@ def pretrain(seed: int, out: Path) -> dict[str, float]:
         argv = [sys.executable, "-m", "venusrl.cli.main", "demo-policy", "continue", "-o", str(model), "--threads", "2"]
         subprocess.run([*argv, "--seconds", str(demo["wall_s"]), "--seed", str(1001 + seed)], check=True)
     only_evaluate = {"training.steps": 1, "training.learning_rate": 0.0, "evaluation.at_end": False}
-    plain = {"evaluation.every": 0, "evaluation.greedy": False, "model.path": str(model.resolve())}
-    summary = ensure("demo", out / f"{PRETRAINING}-{seed}", {**only_evaluate, **plain, **_seeds(seed)})
+    overrides = {**only_evaluate, **ENDS_ONLY, "model.path": str(model.resolve()), **_seeds(seed)}
+    summary = ensure("demo", out / f"{PRETRAINING}-{seed}", overrides)
     start, end = demo["eval_reward_start"], summary["eval_reward_start"]
     ends = {"eval_reward_start": start, "eval_reward_end": end, "eval_reward_gain": end - start}
     return {**demo, **ends}
