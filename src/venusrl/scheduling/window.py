@@ -11,6 +11,7 @@ holds complete groups only, keeps the quota, and none of its groups is older tha
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -103,7 +104,14 @@ class Window:
         if self._config.max_steps is not None:
             steps_left = self._config.max_steps - self.next_version
             room = min(room, steps_left * self._config.batch_groups - len(self.open))
+        if self._config.cohorts:
+            room = min(room, self._config.batch_groups - len(self.open))
         return room
+
+    @property
+    def publication_waits(self) -> bool:
+        """Whether new weights must not be published yet: a cohort in flight is to end with those it began with."""
+        return self._config.cohorts and len(self.complete) < len(self.open)
 
     def may_start(self) -> bool:
         """Whether one more group may start now, at the published version, with every N_j <= (j + 1) * B after it."""
@@ -176,10 +184,14 @@ class Window:
 
     # --- batches ---------------------------------------------------------------------------------------
     def batch(self) -> Selection | None:
-        """The batch of ``next_version`` from complete groups alone: oldest first, then as they completed."""
+        """The batch of ``next_version`` from complete groups alone, in the order of ``config.consumption``."""
         if len(self.complete) < self._config.batch_groups:
             return None
-        ranked = (self._candidate(g, (g.start or 0, g.completed or 0)) for g in self.complete.values())
+        if self._config.consumption == "in_order":
+            selection = self.best_batch(lambda g: (g.ordinal,))
+            return selection if selection is not None and self.complete.keys() >= set(selection.groups) else None
+        by_start = self._config.consumption == "oldest"
+        ranked = (self._candidate(g, (g.start or 0 if by_start else 0, g.completed or 0)) for g in self._consumable())
         return quota.select(ranked, self._needs(), self.next_version, self._config.batch_groups)
 
     def best_batch(self, rank: Callable[[Group], Rank]) -> Selection | None:
@@ -200,8 +212,17 @@ class Window:
         self.formed[version] = names
 
     def obstacles(self) -> tuple[str, ...]:
-        """The fewest incomplete groups without which the complete ones would make an admissible batch."""
+        """The fewest incomplete groups without which the complete ones would make an admissible batch.
+
+        Where ``config.consumption`` looks at some groups only: those of them that are incomplete.
+        """
         s = self._config.max_staleness
+        if self._config.consumption == "in_order":
+            selection = self.best_batch(lambda g: (g.ordinal,))
+            return tuple(name for name in (selection.groups if selection else ()) if name not in self.complete)
+        if self._config.consumption == "windowed":
+            end = self._window_end()
+            return tuple(g.name for g in self._incomplete() if g.ordinal < end)
         complete = Counter(g.start + s for g in self.complete.values() if g.start is not None)
         incomplete = (self._candidate(g, _least_finished(g)) for g in self._incomplete())
         return quota.obstacles(complete, incomplete, self._needs(), self.next_version)
@@ -215,6 +236,21 @@ class Window:
         return quota.excess((self._candidate(g, _least_finished(g)) for g in self.open.values()), n, b, s)
 
     # --- inside ------------------------------------------------------------------------------------------
+    def _window_end(self) -> float:
+        """Ordinal of the first task out of reach of ``windowed`` consumption: it moves on as the oldest complete."""
+        oldest = min((g.ordinal for g in self._incomplete()), default=math.inf)
+        return oldest + (self._config.consumption_window or 0)
+
+    def _consumable(self) -> Iterable[Group]:
+        """Complete groups that a batch may be made of; those that the quota forces always are."""
+        if self._config.consumption != "windowed":
+            return self.complete.values()
+        ranked = (self._candidate(g, (g.completed or 0,)) for g in self.complete.values())
+        forced = quota.select(ranked, self._needs(), self.next_version, self._config.batch_groups)
+        mandatory = forced.mandatory if forced is not None else frozenset()
+        end = self._window_end()
+        return (g for g in self.complete.values() if g.ordinal < end or g.name in mandatory)
+
     def _incomplete(self) -> Iterator[Group]:
         return (g for g in self.open.values() if g.completed is None)
 
