@@ -59,6 +59,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restart_s: float = 3.0
     tasks: int | None = None
     """Length of the task order; None = endless."""
+    kv: int = 10_000
+    """Tokens that each worker says it holds."""
+    prompt: int = 100
+    growth: tuple[int, int] = (0, 0)
+    """Tokens by which a turn lengthens the context."""
 
 
 @dataclass(slots=True)
@@ -80,7 +85,10 @@ class Episode:
     run: int = 0
     ends_at: float = 0.0
     left_s: float | None = None
-    """What is left of a turn that a death cut off: its tokens so far are kept."""
+    """What is left of a turn that a death or the scheduler cut off: its tokens so far are kept."""
+    context: int = 0
+    resumed: int = 0
+    aborts: int = 0
     over: bool = False
     finished: bool = False
 
@@ -178,7 +186,9 @@ class VirtualRun:
                 self._cancel(self.episodes[name], action.reason)
             case act.FinishRun() | act.FailRun():
                 self.ended = action
-            case act.Hold():
+            case act.Preempt(trajectory=name):
+                self._preempt(self.episodes[name], action)
+            case act.Hold() | act.RetainKV() | act.ReleaseKV():
                 pass
             case _:
                 raise PromiseBroken(f"nobody carries out {action}")
@@ -215,6 +225,7 @@ class VirtualRun:
         episode = Episode(
             f"{group}/{index}.{attempt}", group, index, attempt, self._random.randint(*load.turns), slow, fate
         )
+        episode.context = load.prompt
         self.episodes[episode.name] = episode
         self.groups.setdefault(group, {})[index] = episode.name
         self.report(ev.TrajectoryOpened(episode.name, group, index, attempt))
@@ -228,7 +239,8 @@ class VirtualRun:
         if episode.over:
             return
         episode.waiting = True
-        self.report(ev.TurnRequested(episode.name, episode.turn, 100, 50, 100))
+        prompt, shared = episode.context, self.workload.prompt // 2
+        self.report(ev.TurnRequested(episode.name, episode.turn, prompt, shared, 100, episode.resumed))
 
     def _after_turn(self, episode: Episode) -> None:
         if episode.over:
@@ -309,9 +321,22 @@ class VirtualRun:
             return
         self._sampled(episode, engine.version)
         self._leave_engine(episode)
-        turn, episode.turn = episode.turn, episode.turn + 1
+        turn, episode.turn, episode.resumed = episode.turn, episode.turn + 1, 0
+        if self.workload.growth != (0, 0):
+            episode.context += self._random.randint(*self.workload.growth)
         self.report(ev.TurnFinished(episode.name, turn, 10, 0, StopReason.STOP))
         self._after_turn(episode)
+
+    def _preempt(self, episode: Episode, action: act.Preempt) -> None:
+        if episode.running_on is None or action.turn != episode.turn:
+            raise PromiseBroken(f"preempted what does not run: {action}")
+        if episode.name in self.engines[episode.running_on].running:
+            episode.left_s = episode.ends_at - self.clock.monotonic()
+        self._leave_engine(episode)
+        episode.aborts += 1
+        episode.resumed = min(9, episode.resumed + 1)
+        self.report(ev.TurnFinished(episode.name, episode.turn, episode.resumed, 0, StopReason.ABORT))
+        self._request(episode)
 
     def _leave_engine(self, episode: Episode) -> None:
         if episode.running_on is None:
@@ -325,7 +350,7 @@ class VirtualRun:
         self._load_if_idle(engine)
 
     def _up(self, engine: Engine) -> ev.WorkerUp:
-        return ev.WorkerUp(engine.name, 10_000, self.workload.slots, engine.version)
+        return ev.WorkerUp(engine.name, self.workload.kv, self.workload.slots, engine.version)
 
     def _schedule_death(self) -> None:
         if self.workload.deaths_every_s is not None:
