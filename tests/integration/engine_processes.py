@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from venusrl.rollout.engines.launch import EngineKind, EngineSettings, engine_command
+from venusrl.testing.tiny_model import tiny_config
 
 KEY = "test-key"
 VOCABULARY = 128
@@ -36,19 +37,14 @@ class EngineProcess:
 
 def save_model(directory: Path, seed: int, scale: float = 0.2) -> Path:
     """A random Qwen3 whose next-token distributions are far from uniform (``scale``: spread of its weights)."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
+    config = tiny_config(
+        VOCABULARY,
+        None,
         hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
         initializer_range=scale,
-        eos_token_id=None,
-        bos_token_id=None,
     )
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)

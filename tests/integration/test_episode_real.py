@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from tests.integration.engine_processes import KEY, engine_process
+from tests.integration.namespaces import serving
 from transformers import AutoModelForCausalLM
 
 from venusrl.rollout.agents.bash import AgentLimits
@@ -20,7 +19,7 @@ from venusrl.rollout.engines.launch import EMBEDDED_START_TIMEOUT_S
 from venusrl.rollout.episode import EpisodeLimits, EpisodeSpec, run_episode
 from venusrl.rollout.settings import GatewaySettings
 from venusrl.sandboxes.node import EmbeddedNode
-from venusrl.sandboxes.protocol import Limits, SandboxError
+from venusrl.sandboxes.protocol import Limits
 from venusrl.tasks import harbor
 from venusrl.testing.chat import answer, toy_chat, turn_start
 from venusrl.testing.engine import FakeEngine, ScriptedModel
@@ -37,19 +36,6 @@ LIMITS = EpisodeLimits(
 VERIFIER = """\
 if [ "$(cat /work/a.txt)" = fixed ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
-
-
-@asynccontextmanager
-async def node_in(directory: Path) -> AsyncIterator[EmbeddedNode]:
-    node = EmbeddedNode(directory, "test")
-    try:
-        await node.start()
-    except SandboxError as error:
-        pytest.skip(f"this machine cannot isolate: {error}")
-    try:
-        yield node
-    finally:
-        await node.close()
 
 
 def write_task(directory: Path) -> Task:
@@ -78,7 +64,7 @@ async def play(node: EmbeddedNode, task: Task, *commands: str, limits: EpisodeLi
 
 async def test_an_agent_that_mends_the_file_is_rewarded_and_one_that_does_not_is_not(tmp_path: Path) -> None:
     task = write_task(tmp_path / "task")
-    async with node_in(tmp_path / "node") as node:
+    async with serving(tmp_path / "node") as node:
         good = await play(node, task, "cat a.txt", "echo fixed > a.txt", "cat a.txt; ls /tests; false", "submit")
         assert [turn.observation for turn in good.turns[:2]] == ["broken", "[no output]"]
         assert good.turns[2].observation.startswith("fixed\n")
@@ -93,7 +79,7 @@ async def test_T19_a_command_without_end_is_an_observation_and_the_cap_on_time_h
     task = write_task(tmp_path / "task")
     agent = AgentLimits(max_turns=4, max_turn_tokens=64, max_output_tokens=512, time_s=1.5, observation_bytes=256)
     limits = EpisodeLimits(agent, Limits(command_timeout_s=1.0), 10.0, 60.0)
-    async with node_in(tmp_path / "node") as node:
+    async with serving(tmp_path / "node") as node:
         trajectory = await play(node, task, "echo fixed > a.txt; while :; do :; done", limits=limits)
         assert [turn.observation for turn in trajectory.turns] == ["[timed out]\n[exit code 137]"] * 2
         assert trajectory.failure == Failure(FailureKind.POLICY, "time")

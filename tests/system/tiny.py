@@ -11,8 +11,10 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import AddedToken, Tokenizer
+from transformers import Qwen3ForCausalLM
+
+from venusrl.testing.tiny_model import byte_tokenizer, tiny_config
 
 WORDS = ("red", "green")
 COMMANDS = (
@@ -35,22 +37,7 @@ def build_model(directory: Path, seed: int = 0) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END}))
     torch.manual_seed(seed)
     end = tokenizer.token_to_id(END)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=1024,
-            tie_word_embeddings=False,
-            eos_token_id=end,
-            pad_token_id=end,
-            bos_token_id=None,
-        )
-    )
+    model = Qwen3ForCausalLM(tiny_config(tokenizer.get_vocab_size(), end, tie_word_embeddings=False))
     commands = [tokenizer.token_to_id(command) for command in COMMANDS]
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     with torch.no_grad():
@@ -64,11 +51,7 @@ def build_model(directory: Path, seed: int = 0) -> Path:
 
 
 def _tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken(END, special=True)])
+    tokenizer = byte_tokenizer(("<|im_start|>", END))
     tokenizer.add_tokens([AddedToken(command, special=False, normalized=False) for command in COMMANDS])
     return tokenizer
 

@@ -42,7 +42,8 @@ from venusrl.scheduling.events import (
     WorkerUp,
 )
 from venusrl.scheduling.scheduler import Scheduler
-from venusrl.types import EndReason, Failure, FailureKind, Segment, StopReason, Task, Trajectory, VersionSpan
+from venusrl.testing.runs import made_up_trajectory
+from venusrl.types import Failure, FailureKind, StopReason, Task, Trajectory
 
 Script = Callable[[OpenedTrajectory, Task], float | Failure | None]
 """A reward, a failure, or None for an episode that never ends by itself."""
@@ -145,20 +146,7 @@ class Scene:
         reward = outcome if isinstance(outcome, float) else None
         failure = outcome if isinstance(outcome, Failure) else None
         version = self.scheduler.window.published
-        segment = Segment([7, 8, 9], [False, True, True], [0.0, -1.0, -1.0], [VersionSpan(version, 1, 3)])
-        return Trajectory(
-            id=opened.id,
-            group_id=opened.group_id,
-            task_id=task.id,
-            index=opened.index,
-            attempt=opened.attempt,
-            start_version=version,
-            segments=[segment],
-            turns=[],
-            reward=reward,
-            end=EndReason.SUBMITTED,
-            failure=failure,
-        )
+        return made_up_trajectory(opened, task.id, version=version, reward=reward, sampled=2, failure=failure)
 
     def train_soon(self) -> None:
         task = asyncio.get_running_loop().create_task(self.train())

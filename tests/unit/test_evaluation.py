@@ -9,9 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from venusrl.coordinator.evaluation import Attempt, EvaluationItem, Sweep, plan
+from venusrl.coordinator.store import OpenedTrajectory
 from venusrl.rollout.engines.protocol import EngineClient, EngineLost
 from venusrl.testing.engine import FakeEngine
-from venusrl.types import EndReason, Failure, FailureKind, Segment, Trajectory, VersionSpan
+from venusrl.testing.runs import made_up_trajectory
+from venusrl.types import Failure, FailureKind, Trajectory
 
 VERSION = 7
 
@@ -19,20 +21,8 @@ VERSION = 7
 def played(
     item: EvaluationItem, *, version: int = VERSION, reward: float | None = 1.0, failure: Failure | None = None
 ) -> Trajectory:
-    segment = Segment([1, 2, 3], [False, True, True], [0.0, -0.5, -0.5], [VersionSpan(version, 1, 3)])
-    return Trajectory(
-        id=f"{item.task_id}-{item.mode}-{item.sample}",
-        group_id="evaluation",
-        task_id=item.task_id,
-        index=item.sample,
-        attempt=0,
-        start_version=version,
-        segments=[segment],
-        turns=[],
-        reward=reward,
-        end=EndReason.SUBMITTED,
-        failure=failure,
-    )
+    opened = OpenedTrajectory(f"{item.task_id}-{item.mode}-{item.sample}", "evaluation", item.sample, 0)
+    return made_up_trajectory(opened, item.task_id, version=version, reward=reward, sampled=2, failure=failure)
 
 
 def scripted(

@@ -11,13 +11,14 @@ import pytest
 from venusrl.coordinator.errors import RunFailed
 from venusrl.coordinator.evaluation import EvaluationItem, EvaluationPlan, Evaluator
 from venusrl.coordinator.publish import PublishFailed, RunningTurns, WeightPublisher, Weights
-from venusrl.coordinator.store import EvaluationRecord, RunStore
+from venusrl.coordinator.store import EvaluationRecord, OpenedTrajectory, RunStore
 from venusrl.coordinator.workers import Allowance, EnginePool, RunningEngine
 from venusrl.recipe import Recipe, resolve
 from venusrl.rollout.engines.protocol import EngineClient, EngineError
 from venusrl.scheduling.events import Event, WorkerAcknowledged, WorkerDown, WorkerUp
 from venusrl.testing.engine import FakeEngine
-from venusrl.types import EndReason, Segment, Trajectory, VersionSpan
+from venusrl.testing.runs import made_up_trajectory
+from venusrl.types import Trajectory
 
 
 class Incarnation:
@@ -223,19 +224,8 @@ class Bench:
         self.begun.set()
         await self.gate.wait()
         served = await client.version()
-        segment = Segment([1, 2], [False, True], [0.0, -0.5], [VersionSpan(served, 1, 2)])
-        return Trajectory(
-            id=f"{item}",
-            group_id="e",
-            task_id=item.task_id,
-            index=item.sample,
-            attempt=number,
-            start_version=served,
-            segments=[segment],
-            turns=[],
-            reward=served / 10,
-            end=EndReason.SUBMITTED,
-        )
+        opened = OpenedTrajectory(f"{item}", "e", item.sample, number)
+        return made_up_trajectory(opened, item.task_id, version=served, reward=served / 10, sampled=1)
 
 
 async def test_T41_each_evaluation_is_pinned_to_its_version_and_protected_until_it_is_recorded(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ to the steps, a step's weights to the publisher, faults to the run's end. No beh
 
 Must not know: when a run begins or ends (``run.py``).
 
-Guarantees: nothing is started by ``assemble``; ``close`` stops whatever was started, in any state, in bounded time.
+Guarantees: making an ``Assembly`` starts nothing; its ``close`` stops whatever was started, in any state, in bounded
+time.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Faults:
 
 
 class Assembly:
-    """All parts of one run. Made by ``assemble``."""
+    """All parts of one run, made and wired to each other. Raises TokenizerError."""
 
     def __init__(
         self,
@@ -401,19 +402,6 @@ class Assembly:
     def _event(self, kind: str, fields: dict[str, object]) -> None:
         self._recorder.event(kind, **fields)
         self._notes.add(kind, fields)
-
-
-def assemble(
-    recipe: Recipe,
-    store: RunStore,
-    recorder: RunRecorder,
-    supervisor: Supervisor,
-    tasks: TaskSets,
-    sandboxes: Sandboxes,
-    model: Path,
-) -> Assembly:
-    """Make and wire the parts of a run; nothing is started. Raises TokenizerError."""
-    return Assembly(recipe, store, recorder, supervisor, tasks, sandboxes, model)
 
 
 def scheduler_config(recipe: Recipe) -> SchedulerConfig:

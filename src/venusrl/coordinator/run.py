@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from venusrl import models
-from venusrl.coordinator.assembly import Assembly, assemble
+from venusrl.coordinator.assembly import Assembly
 from venusrl.coordinator.errors import ProcessError, RunFailed, ShutdownTimeout
 from venusrl.coordinator.processes import Command, SupervisedProcess
 from venusrl.coordinator.store import RunStore
@@ -129,7 +129,7 @@ async def _run(
     model = await _model(recipe, store.run_dir / "logs")
     async with _node(recipe, store.run_dir) as node:
         supervisor = Supervisor(shutdown_s=_SHUTDOWN_S)
-        parts = assemble(recipe, store, recorder, supervisor, tasks, node, model)
+        parts = Assembly(recipe, store, recorder, supervisor, tasks, node, model)
         drive = _Drive(recipe, parts, tasks, supervisor, stop, begun)
         if on_status is not None:
             supervisor.spawn("status", drive.show(on_status), endless=True)

@@ -167,6 +167,20 @@ def make_optimizer(config: BuildConfig, model: torch.nn.Module) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98))
 
 
+def update(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, ids: torch.Tensor, weights: torch.Tensor
+) -> float:
+    """One optimizer step on a batch; returns its loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss = loss_of(model, ids, weights)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
 def train(
     config: BuildConfig, progress: Path, report: Callable[[str], None]
 ) -> tuple[Qwen3ForCausalLM, Tokenizer, dict[str, float]]:
@@ -182,15 +196,9 @@ def train(
             break
         if step < first:  # the data are cheap: run the generator up to where the progress file left off
             continue
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        loss = loss_of(model, ids, weights)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = update(model, optimizer, learning_rate(config, step), ids, weights)
         tokens += ids.numel()
-        smooth = loss.item() if step == 0 else 0.98 * smooth + 0.02 * loss.item()
+        smooth = loss if step == 0 else 0.98 * smooth + 0.02 * loss
         seconds = time.monotonic() - start
         if step % 50 == 49:
             left = seconds / (step + 1) * (config.steps - step - 1)

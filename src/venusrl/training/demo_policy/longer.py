@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from venusrl.training.demo_policy.build import BuildConfig, batches, loss_of, make_optimizer, save
+from venusrl.training.demo_policy.build import BuildConfig, batches, make_optimizer, save, update
 
 
 def learning_rate(config: BuildConfig, spent: float) -> float:
@@ -40,15 +40,9 @@ def pretrain_longer(
         spent = (time.monotonic() - start) / seconds
         if spent >= 1:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, spent)
-        loss = loss_of(model, ids, weights)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = update(model, optimizer, learning_rate(config, spent), ids, weights)
         done, tokens = done + 1, tokens + ids.numel()
-        smooth = loss.item() if done == 1 else 0.98 * smooth + 0.02 * loss.item()
+        smooth = loss if done == 1 else 0.98 * smooth + 0.02 * loss
         if done % 50 == 0:
             report(f"step {done} loss {smooth:.4f}, {seconds * (1 - spent) / 60:.1f} min left")
     figures = {"steps": float(done), "tokens": float(tokens), "loss": smooth, "seconds": seconds}
