@@ -66,8 +66,21 @@ class TrajectoryTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompt tokens found in a cache."""
 
 
+class SizeClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tenth of the trained trajectories by length: how long the scheduler or an engine's queue let them wait in
+    all, and how long the scheduler held one of their turns."""
+
+    count: int
+    mean_length: float
+    mean_wait_s: float
+    mean_longest_hold_s: float
+    longest_hold_s: float
+    mean_span_s: float
+    """From opening to verdict."""
+
+
 class Blocked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stretch during which the trainer idled for one reason (``Scheduler.waiting_for``'s words)."""
+    """A stretch during which the trainer idled for one reason (the code that ``Scheduler.waiting_for`` begins with)."""
 
     begin: float
     end: float
@@ -137,7 +150,10 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trained_length: int
     steps: list[Step]
     groups: list[GroupTrace]
+    by_size: list[SizeClass]
+    """Shortest first."""
     trajectories: list[TrajectoryTrace]
+    """Empty unless ``Scenario.keep_trajectories``."""
     trainer_busy_s: float
     trainer_idle_s: float
     blocked: list[Blocked]

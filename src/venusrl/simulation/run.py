@@ -1,26 +1,46 @@
-"""The loop: one simulated run from beginning to end.
+"""One simulated run from beginning to end.
 
-Owns: ``simulate``. Must not know: which policy it runs.
+Owns: ``simulate``: putting the parts together. Must not know: which policy it runs.
 """
 
 from __future__ import annotations
 
+from venusrl.scheduling import actions as act
+from venusrl.scheduling import events as ev
 from venusrl.scheduling.policies import Policy
+from venusrl.scheduling.scheduler import Scheduler
+from venusrl.simulation.core import Core, SimulationStuck
+from venusrl.simulation.engine import RequestTooLarge
+from venusrl.simulation.episodes import Episodes
+from venusrl.simulation.recorder import Recorder
 from venusrl.simulation.results import Result
+from venusrl.simulation.sandboxes import PolicyFault
 from venusrl.simulation.scenario import Scenario
+from venusrl.simulation.trainer import Trainer
+
+__all__ = ["PolicyFault", "RequestTooLarge", "RunFailed", "SimulationStuck", "simulate"]
 
 
-class SimulationStuck(Exception):
-    """Nothing can happen any more, or nothing comes of what happens; says what is held and why."""
-
-
-class RequestTooLarge(Exception):
-    """A turn needs more KV than its worker has: the scenario is impossible."""
+class RunFailed(Exception):
+    """The scheduler gave the run up (``FailRun``)."""
 
 
 def simulate(scenario: Scenario, policy: Policy, seed: int) -> Result:
     """Run ``policy`` (fresh: it keeps state) on ``scenario``. Deterministic in its arguments.
 
-    Raises SimulationStuck or RequestTooLarge.
+    Raises SimulationStuck (nothing can happen any more, or simulated time ran out), RunFailed, RequestTooLarge (the
+    scenario is impossible) or PolicyFault (the policy broke a rule).
     """
-    raise SimulationStuck(f"{scenario.name}: the loop is being built ({policy.name}, {seed})")
+    core = Core(Scheduler(scenario.scheduler, policy))
+    recorder = Recorder(core, scenario)
+    episodes = Episodes(core, scenario, seed, recorder)
+    trainer = Trainer(core, scenario.trainer, episodes.collect, episodes.fleet.publish)
+    for ending in (act.FinishRun, act.FailRun):
+        core.carry_out[ending] = core.end
+    core.report(ev.VersionPublished(0))
+    episodes.fleet.start()
+    recorder.watch(episodes.live, list(episodes.fleet.servers.values()), trainer)
+    core.run(scenario.max_sim_s)
+    if isinstance(core.ended, act.FailRun):
+        raise RunFailed(f"{scenario.name} under {policy.name}: {core.ended.reason} {core.ended.detail}")
+    return recorder.result(policy.name, seed)

@@ -188,8 +188,8 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One experiment but for policy and seed. It ends when ``scheduler.max_steps`` steps are trained (and published),
-    or the task order is."""
+    """One experiment but for policy and seed. It ends when ``scheduler.max_steps`` steps are trained, or nothing more
+    of the task order can be."""
 
     name: str
     scheduler: SchedulerConfig
@@ -201,7 +201,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_sim_s: float = 1e8
     """Simulated time after which the run counts as stuck."""
     series_points: int = 400
-    """Length that time series of the result are thinned to."""
+    """Time series of the result have between this many points and twice as many."""
+    keep_trajectories: bool = False
+    """Whether the result lists every trained trajectory."""
 
     def __post_init__(self) -> None:
         if self.scheduler.max_steps is None and self.workload.tasks is None:

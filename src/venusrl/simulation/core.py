@@ -1,0 +1,108 @@
+"""The clock of a simulated run and the conversation with its scheduler.
+
+Owns: virtual time, timers, the order in which events reach the scheduler and its answers are carried out. Must not
+know: engines, trajectories, the trainer: they register for the actions they carry out.
+
+Guarantees: timers fire in order of their time, ties in order of creation; events reach the scheduler in the order they
+were reported, and everything that it answers to one is carried out before the next.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from venusrl.scheduling import actions as act
+from venusrl.scheduling import events as ev
+from venusrl.scheduling.scheduler import Scheduler
+
+_STANDSTILL = 1_000_000
+"""Timers at one instant beyond which time will never move again."""
+
+
+class SimulationStuck(Exception):
+    """Nothing can happen any more, or nothing comes of what happens; says what is held and why."""
+
+
+class Core:
+    """See the module. Components call ``later`` and ``report``, and put their handlers into ``carry_out``."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.popped = 0
+        self.handled = 0
+        self.ended: act.FinishRun | act.FailRun | None = None
+        self.carry_out: dict[type, Callable[[Any], None]] = {}
+        self.after_timer: list[Callable[[], None]] = []
+        """Called when a timer and all that follows from it at once is done."""
+        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+        self._pending: deque[ev.Event] = deque()
+        self._busy = False
+        self._tick_at: float | None = None
+
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        self._sequence += 1
+        heapq.heappush(self._timers, (when, self._sequence, call, args))
+
+    def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + seconds, call, *args)
+
+    def report(self, event: ev.Event) -> None:
+        """Tell the scheduler, now or when it is done with what it was told before."""
+        self._pending.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        pending, handle, carry_out = self._pending, self.scheduler.handle, self.carry_out
+        while pending and self.ended is None:
+            self.handled += 1
+            for action in handle(pending.popleft(), self.now):
+                carry_out[type(action)](action)
+        self._busy = False
+
+    def run(self, until: float) -> None:
+        """Fire timers until the scheduler ends the run. Raises SimulationStuck beyond ``until``, or without timers."""
+        timers, still = self._timers, 0
+        self._settle()
+        while self.ended is None:
+            if not timers or timers[0][0] > until:
+                raise SimulationStuck(self._stuck())
+            when, _, call, args = heapq.heappop(timers)
+            still = 0 if when > self.now else still + 1
+            if still > _STANDSTILL:
+                raise SimulationStuck(self._stuck())
+            self.now = max(when, self.now)
+            call(*args)
+            self._settle()
+
+    def end(self, action: act.FinishRun | act.FailRun) -> None:
+        self.ended = action
+
+    def _settle(self) -> None:
+        for call in self.after_timer:
+            call()
+        wake = self.scheduler.wake_at
+        if wake is not None and (self._tick_at is None or wake < self._tick_at):
+            self._tick_at = max(wake, self.now)
+            self.at(self._tick_at, self._tick, self._tick_at)
+
+    def _tick(self, due: float) -> None:
+        if due != self._tick_at:
+            return
+        self._tick_at = None
+        wake = self.scheduler.wake_at
+        if wake is not None and wake <= self.now:
+            self.popped += 1
+            self.report(ev.Tick())
+
+    def _stuck(self) -> str:
+        doings = Counter(live.doing for live in self.scheduler.live.values())
+        holds = Counter(live.held for live in self.scheduler.live.values() if live.held is not None)
+        return (
+            f"stuck at {self.now:.1f} s under {self.scheduler.policy.name}: {self.scheduler.waiting_for()}; "
+            f"trajectories {dict(doings)}, held for {dict(holds)}"
+        )
