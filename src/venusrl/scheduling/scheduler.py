@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from venusrl.scheduling import events as ev
 from venusrl.scheduling.actions import (
@@ -38,6 +37,7 @@ from venusrl.scheduling.config import SchedulerConfig
 from venusrl.scheduling.events import Event
 from venusrl.scheduling.explain import snapshot, waiting_for
 from venusrl.scheduling.fleet import Fleet, Worker
+from venusrl.scheduling.live import Live, Reissue
 from venusrl.scheduling.policies import PendingTurn, Policy
 from venusrl.scheduling.policies.fcfs import Fcfs
 from venusrl.scheduling.snapshot import SchedulerSnapshot
@@ -48,24 +48,6 @@ ZERO_VARIANCE = "zero_variance"
 STALENESS_QUOTA = "staleness_quota"
 REISSUED = frozenset({"stale", "deadline"})
 """Reasons to give a group up that are not its task's fault: the task is tried again."""
-
-
-@dataclass(slots=True)
-class Live:
-    """A trajectory that is not over. ``doing``: starting, held, generating, tool, verifying, finished."""
-
-    group: Group
-    doing: str = "starting"
-    denied: bool = False
-    held: str | None = None
-
-
-class Reissue(NamedTuple):
-    """A task to try again: its dropped group, how often that makes, and why."""
-
-    group: str
-    times: int
-    reason: str
 
 
 class Scheduler:

@@ -7,6 +7,7 @@ a policy that did not. Nor are the window and the batches: a policy may only ope
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -100,7 +101,7 @@ class View(Protocol):
         ...
 
 
-class Policy:
+class Policy(ABC):
     """Base of all policies, with defaults that suit one that orders turns and leaves KV and sandboxes alone.
 
     Called by the scheduler only, in this order for every event: ``observe``, then ``add`` or ``remove`` where the
@@ -109,23 +110,23 @@ class Policy:
 
     name = "policy"
 
-    def observe(self, event: Event, view: View) -> None:
+    def observe(self, event: Event, view: View) -> None:  # noqa: B027 -- order alone needs no history
         """One event, before the scheduler takes note of it (a trajectory that ends is still there)."""
 
+    @abstractmethod
     def add(self, turn: PendingTurn) -> None:
         """A turn waits (again; a second request of the same trajectory replaces the first and keeps its place)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove(self, trajectory: str) -> None:
         """Its turn is not wanted any more: it is over. Unknown trajectories are fine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decide(self, view: View) -> Iterator[Decision]:
         """Decisions for now. Each is carried out before the next is asked for; the iterator is always exhausted.
 
         ``Hold`` only when its reason is new for that turn. With nothing to decide it must cost next to nothing.
         """
-        raise NotImplementedError
 
     def group_limit(self, view: View) -> int:
         """Pacing: how many groups may be outstanding at most. What exceeds the window is cut to it."""
