@@ -193,6 +193,25 @@ def _trajectory(script: Script, machine: Hardware) -> _Trajectory:
     return total
 
 
+def remaining_s(script: Script, machine: Hardware) -> tuple[float, ...]:
+    """For each turn, the least time from its request to the verdict: its KV is there, it is alone on the fastest
+    engine. One figure more: after the last turn."""
+    costs, contexts = machine.fastest, [script.prompt]
+    for turn in script.turns[:-1]:
+        contexts.append(contexts[-1] + turn.generated + turn.observation)
+    left = [script.verify_s]
+    for number in reversed(range(len(script.turns))):
+        turn = script.turns[number]
+        steps = turn.generated
+        left.append(
+            left[-1]
+            + (costs.step_base_s + costs.step_sequence_s) * steps
+            + costs.step_kv_token_s * decode_contexts(contexts[number], steps)
+            + (turn.tool_s if number + 1 < len(script.turns) else 0.0)
+        )
+    return tuple(reversed(left))
+
+
 def decode_contexts(context: int, generated: int) -> float:
     """Sum of a sequence's contexts over the decode steps of one turn, from ``context`` on."""
     return generated * context + generated * (generated - 1) / 2
