@@ -1,0 +1,69 @@
+"""``replay``: the trajectories of a recorded run, again.
+
+Owns: how recorded trajectories (``types``) become scripts. Must not know: where they are stored.
+
+Lengths, tool times, set-up and verification times are as recorded; engine and queueing times are not kept, the
+simulation makes its own. A replacement (``attempt`` > 0) is another member of the same group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from venusrl.simulation.scenario import Script, TurnScript
+from venusrl.simulation.workloads.errors import WorkloadError
+from venusrl.types import Group, Trajectory
+
+
+class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="replay"):
+    """See the module. ``groups``: scripts of each recorded group, in the order of tasks. ``seed`` changes nothing."""
+
+    groups: tuple[tuple[Script, ...], ...]
+
+    @property
+    def name(self) -> str:
+        return "replay"
+
+    @property
+    def tasks(self) -> int | None:
+        return len(self.groups)
+
+    def script(self, seed: int, ordinal: int, index: int, attempt: int) -> Script:
+        group = self.groups[ordinal]
+        return group[(index + attempt) % len(group)]
+
+
+def replay(groups: Iterable[Group]) -> Replay:
+    """The recorded groups as a workload. Raises WorkloadError when there are none."""
+    ordered = sorted(groups, key=lambda g: g.ordinal)
+    scripts = tuple(_scripts(group) for group in ordered if any(t.turns for t in group.trajectories))
+    if not scripts:
+        raise WorkloadError("there is no finished trajectory with a turn to replay")
+    return Replay(scripts)
+
+
+def _scripts(group: Group) -> tuple[Script, ...]:
+    members = [t for t in group.trajectories if t.turns]
+    shared = min(t.turns[0].prompt_tokens for t in members)
+    return tuple(_script(t, shared) for t in members)
+
+
+def _script(trajectory: Trajectory, shared: int) -> Script:
+    turns, context = [], trajectory.turns[0].prompt_tokens
+    for turn, following in zip(trajectory.turns, [*trajectory.turns[1:], None], strict=True):
+        context += max(1, turn.generated_tokens)
+        # A history that was rewritten is shorter than what it replaces; a script's context only grows.
+        observation = 0 if following is None else max(0, following.prompt_tokens - context)
+        turns.append(TurnScript(max(1, turn.generated_tokens), turn.tool_s, observation, turn.exit_code))
+        context += observation
+    first = trajectory.turns[0]
+    return Script(
+        prompt=first.prompt_tokens,
+        shared_prefix=shared,
+        turns=tuple(turns),
+        reward=trajectory.reward or 0.0,
+        setup_s=max(0.0, first.requested_at - trajectory.started_at),
+        verify_s=trajectory.verify_s,
+    )
