@@ -22,7 +22,7 @@ RELEASED, PLAIN, RETAINED = 0, 1, 2
 
 
 class Node:
-    """Resident tokens of a trajectory (``prefix`` = what it hangs below) or of a shared prefix (None)."""
+    """Resident tokens of a trajectory (``prefix``: what it hangs below, if its group shares any) or of a shared prefix."""
 
     __slots__ = ("children", "epoch", "key", "prefix", "rank", "running", "tokens")
 
@@ -177,10 +177,11 @@ class Cache:
     # --- inside -------------------------------------------------------------------------------------------
     def _remove(self, node: Node) -> None:
         """A node without tokens leaves the tree."""
-        if node.prefix is None:
+        if self._owns.get(node.key) is not node:
             del self._prefixes[node.key]
-        else:
-            del self._owns[node.key]
+            return
+        del self._owns[node.key]
+        if node.prefix is not None:
             self._lose_child(node.prefix, node.rank, soon=True)
 
     def _lose_child(self, prefix: Node, rank: int, *, soon: bool) -> None:
