@@ -305,7 +305,8 @@ def test_kv_is_never_exceeded_and_no_token_is_lost(seed: int, capacity: int, evi
             preempted_kv="dropped" if dropped else "evictable",
         )
     )
-    now, finished, wanted, contexts = 0.0, 0, 0, {}
+    now, finished, wanted = 0.0, 0, 0
+    contexts: dict[str, int] = {}
     left: dict[str, int] = {}
     for step in range(60):
         name = f"t{draw.randrange(6)}"

@@ -22,7 +22,7 @@ RELEASED, PLAIN, RETAINED = 0, 1, 2
 
 
 class Node:
-    """Resident tokens of a trajectory (``prefix``: what it hangs below, if its group shares any) or of a shared prefix."""
+    """Resident tokens of a trajectory (``prefix``: what it hangs below, if anything) or of a shared prefix."""
 
     __slots__ = ("children", "epoch", "key", "prefix", "rank", "running", "tokens")
 
