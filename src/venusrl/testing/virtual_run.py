@@ -397,6 +397,9 @@ class VirtualRun:
         self.report(ev.BatchTrained(version))
 
     def _publish(self, version: int) -> None:
+        if self.scheduler.window.publication_waits:
+            self._later(0.1, self._publish, version)
+            return
         self.published = version
         self.pending_batches.pop(version - 1)
         self.report(ev.VersionPublished(version))
