@@ -118,6 +118,25 @@ def test_an_interrupt_finishes_cleanly_and_the_run_goes_on(recipes: Recipes, sta
     assert [batch.version for batch in batches(run_dir)] == list(range(stopped_at + 1))
 
 
+def test_an_interrupt_before_anything_serves_waits_for_nothing(recipes: Recipes, start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    recipe = recipes(schedule={"batch_groups": 16, "group_size": 8}, training={"checkpoint_every": 2})
+    process = start(recipe, run_dir)
+    process.until_event("run_started", WAIT_S)
+    while not process.descendants("trainer"):
+        time.sleep(0.01)
+    assert not [e for e in events(run_dir) if e["kind"] == "worker_up"]
+    process.interrupt()
+    begun = time.monotonic()
+    assert process.wait(150) == 130, process.said()
+    assert time.monotonic() - begun < 60, "it waits for no episode, no trainer and no worker that only starts"
+    assert "did not end within" not in (run_dir / "logs" / "coordinator.log").read_text()
+    assert "episodes" in process.said(), "it says what it waits for"
+    assert "--resume" in process.said()
+    assert sandboxes_left(run_dir) == []
+    assert faults(run_dir) == []
+
+
 def test_a_second_run_on_the_same_directory_is_refused_and_the_first_goes_on(
     recipes: Recipes, start: Start, tmp_path: Path
 ) -> None:

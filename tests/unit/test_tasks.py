@@ -157,3 +157,18 @@ def test_bad_tasks_are_named(tmp_path: Path) -> None:
         read_set(tmp_path / "absent")
     with pytest.raises(TaskError, match="unknown"):
         load_tasks(TasksSection(families=("typo",)), tmp_path)
+
+
+def test_loading_can_be_given_up_and_the_next_one_makes_the_set_whole(tmp_path: Path) -> None:
+    section = TasksSection(train_count=8, held_out_count=4)
+    begun: list[int] = []
+
+    def third_is_too_much() -> None:
+        begun.append(1)
+        if len(begun) == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        load_tasks(section, tmp_path, before_each=third_is_too_much)
+    sets = load_tasks(section, tmp_path)
+    assert (len(sets.train), len(sets.held_out)) == (8, 4)

@@ -385,6 +385,7 @@ class Assembly:
         self._notes.add("evaluation", told)
 
     def _trainer_ended(self, end: ProcessExit) -> None:
+        self.api.greeted = False
         if not end.asked and not self.over:
             self._event("trainer_down", {"cause": str(end)})
 

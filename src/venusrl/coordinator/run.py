@@ -49,8 +49,9 @@ _EPISODES_ABORT_S = 15.0
 _TRAINER_ENDS_S = 120.0
 """A step in progress is worth waiting for; a trainer that takes longer is stopped and loses it."""
 _IDLE_TRAINER_ENDS_S = 5.0
-"""One without a step hears at once that the run is over, unless it is still starting: nothing is lost then."""
+"""One without a step hears at once that the run is over."""
 _SHUTDOWN_S = 30.0
+_STOPPED_EARLY = ("stopped", "asked to stop before anything was started")
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -123,10 +124,14 @@ async def _run(
     begun: float,
 ) -> tuple[str, str]:
     """Open what a run needs, drive it, and give everything back."""
-    tasks = await asyncio.to_thread(load_tasks, recipe.tasks, store.run_dir / "tasks")
-    store.set_task_order([task.id for task in tasks.train], seed=recipe.run.seed, epochs=recipe.tasks.epochs)
     write_recipe(recipe, store.run_dir)
-    model = await _model(recipe, store.run_dir / "logs")
+    tasks = await _tasks(recipe, store.run_dir / "tasks", stop)
+    if tasks is None:
+        return _STOPPED_EARLY
+    store.set_task_order([task.id for task in tasks.train], seed=recipe.run.seed, epochs=recipe.tasks.epochs)
+    model = await _model(recipe, store.run_dir / "logs", stop)
+    if model is None or stop.is_set():
+        return _STOPPED_EARLY
     async with _node(recipe, store.run_dir) as node:
         supervisor = Supervisor(shutdown_s=_SHUTDOWN_S)
         parts = Assembly(recipe, store, recorder, supervisor, tasks, node, model)
@@ -225,8 +230,8 @@ class _Drive:
 
         False if a stop was asked for before the evaluation was over.
         """
-        self._phase = "finishing"
         parts = self._parts
+        self._phase = f"stopping {parts.episodes.running} episodes"
         parts.over = True
         stuck = await parts.episodes.close("shutdown", _EPISODES_END_S)
         if stuck:
@@ -256,12 +261,15 @@ class _Drive:
             await asyncio.gather(evaluation, stopped, return_exceptions=True)
 
     async def _end_trainer(self, trainer: asyncio.Task[None]) -> None:
-        # Between full checkpoints a trainer that ends writes one: that is worth waiting for, too.
-        busy = self._parts.scheduler.window.training is not None or self._recipe.training.checkpoint_every > 1
-        patience = _TRAINER_ENDS_S if busy else _IDLE_TRAINER_ENDS_S
-        _, pending = await asyncio.wait({trainer}, timeout=patience)
-        if pending:
-            _log.warning("the trainer did not end within %g s and is stopped", patience)
+        if self._parts.api.greeted:  # one that is still starting has nothing to lose
+            # Between full checkpoints a trainer that ends writes one: that is worth waiting for, too.
+            busy = self._parts.scheduler.window.training is not None or self._recipe.training.checkpoint_every > 1
+            patience = _TRAINER_ENDS_S if busy else _IDLE_TRAINER_ENDS_S
+            self._phase = "waiting for the trainer's last step" if busy else "stopping the trainer"
+            _, pending = await asyncio.wait({trainer}, timeout=patience)
+            if pending:
+                _log.warning("the trainer did not end within %g s and is stopped", patience)
+        self._phase = "stopping"
         await self._parts.trainer.stop()
 
     async def _evaluate_the_rest(self, version: int) -> None:
@@ -299,18 +307,40 @@ async def _node(recipe: Recipe, run_dir: Path) -> AsyncIterator[EmbeddedNode]:
         await node.close()
 
 
-async def _model(recipe: Recipe, logs: Path) -> Path:
-    """The directory of the model to start from, converted first where that is needed."""
+class _StopAsked(Exception):
+    """Raised in the thread that loads tasks."""
+
+
+async def _tasks(recipe: Recipe, workdir: Path, stop: asyncio.Event) -> TaskSets | None:
+    """The tasks; None if stopped before all were there (what is missing is made by the resumption)."""
+
+    def check() -> None:
+        if stop.is_set():
+            raise _StopAsked
+
+    try:
+        return await asyncio.to_thread(load_tasks, recipe.tasks, workdir, before_each=check)
+    except _StopAsked:
+        return None
+
+
+async def _model(recipe: Recipe, logs: Path, stop: asyncio.Event) -> Path | None:
+    """The directory of the model to start from, converted first where that is needed; None if stopped meanwhile."""
     if recipe.model.path.startswith("builtin:") and not (models.resolve(recipe.model.path) / "config.json").exists():
         convert = SupervisedProcess(
             "convert", Command(convert_command(recipe.model.path)), log_path=logs / "convert.log"
         )
         await convert.start()
+        ended, stopped = asyncio.create_task(convert.wait_exit()), asyncio.create_task(stop.wait())
         try:
-            end = await convert.wait_exit()
+            await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await convert.stop()
-        if end.code != 0:
+            stopped.cancel()
+            end = await convert.stop()
+            await asyncio.gather(ended, stopped, return_exceptions=True)
+        if stop.is_set():
+            return None
+        if end is None or end.code != 0:
             raise ProcessError(f"model.path: {recipe.model.path} could not be converted: {end}")
     return models.check_directory(models.resolve(recipe.model.path))
 

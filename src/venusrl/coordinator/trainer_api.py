@@ -60,6 +60,8 @@ class TrainerApi:
         self._max_steps = max_steps
         self._on_trained = on_trained
         self._waiting_for = waiting_for
+        self.greeted = False
+        """Whether a trainer has asked for anything; whoever sees it end says that it has not any more."""
         self._over: str | None = None
         self._changed = asyncio.Event()
         self._failed: asyncio.Future[None] | None = None
@@ -122,6 +124,7 @@ class TrainerApi:
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, self._authorization):
             return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"}, text="a bearer key is needed")
+        self.greeted = True
         return await handler(request)
 
     async def _batch(self, request: web.Request) -> web.Response:

@@ -20,11 +20,11 @@ _TRAIN, _SAMPLED, _GREEDY, _INK = "#9aa5b1", "#0b6e99", "#d9730d", "#37352f"
 
 def plot_rewards(history: History, path: Path, title: str) -> None:
     """Draw training reward and held-out reward (sampled with 95% interval, greedy) into ``path``."""
+    if not history.steps and not history.evaluations:
+        raise ObserveError(f"{title}: nothing was trained or evaluated yet, there is no curve to draw")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # heavy: only drawing pays for it
     from matplotlib.figure import Figure
 
-    if not history.steps and not history.evaluations:
-        raise ObserveError(f"{title}: nothing was trained or evaluated yet, there is no curve to draw")
     unit, name = (60.0, "minutes") if history.wall_s < 3 * 3600 else (3600.0, "hours")
     figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

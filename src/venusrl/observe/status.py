@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     max_steps: int
     phase: str = ""
-    """What the run does as a whole: starting, training, evaluating, finishing."""
+    """What the run does as a whole: starting, training, evaluating, and how it stops."""
     elapsed_s: float = 0.0
     groups: dict[str, int] = {}
     """Open groups by state, in the order to show them: waiting, running, complete, training."""

@@ -214,7 +214,8 @@ class EmbeddedNode:
             self._creating -= 1
 
     async def _undo(self, making: asyncio.Task[None], sandbox: str) -> None:
-        """After a cancelled create: wait until it is known what there is, and remove it."""
+        """After a cancelled create: take back what waits, wait until it is known what there is, and remove it."""
+        await self._kill(sandbox)
         await asyncio.wait((making,))
         if making.exception() is None:
             await self._kill(sandbox)

@@ -6,6 +6,7 @@ Owns: loading a run's train and held-out sets, and the two moments when a task m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,12 +30,15 @@ class TaskSets(msgspec.Struct, frozen=True):
     held_out: list[Task]
 
 
-def load_tasks(section: TasksSection, workdir: Path) -> TaskSets:
-    """Read (or generate under ``workdir``) the tasks of a recipe. Raises TaskError."""
+def load_tasks(section: TasksSection, workdir: Path, *, before_each: Callable[[], None] = lambda: None) -> TaskSets:
+    """Read (or generate under ``workdir``) the tasks of a recipe. Raises TaskError.
+
+    ``before_each`` is called before each task: to give up the loading of many, it raises something.
+    """
     if section.source.startswith("builtin:"):
-        return _builtin(section, workdir)
-    train = harbor.read_set(Path(section.source).expanduser())
-    held_out = harbor.read_set(Path(section.held_out).expanduser()) if section.held_out else []
+        return _builtin(section, workdir, before_each)
+    train = harbor.read_set(Path(section.source).expanduser(), before_each)
+    held_out = harbor.read_set(Path(section.held_out).expanduser(), before_each) if section.held_out else []
     shared = {t.id for t in train} & {t.id for t in held_out}
     if shared:
         raise TaskError(
@@ -43,16 +47,16 @@ def load_tasks(section: TasksSection, workdir: Path) -> TaskSets:
     return TaskSets(train, held_out)
 
 
-def _builtin(section: TasksSection, workdir: Path) -> TaskSets:
+def _builtin(section: TasksSection, workdir: Path, before_each: Callable[[], None]) -> TaskSets:
     if section.source != _BUILTIN:
         raise TaskError(f"tasks.source: there is no task set {section.source!r}; the built-in one is {_BUILTIN}")
     if section.held_out is not None:
         raise TaskError("tasks.held_out: the built-in task set brings its own held-out tasks; leave it out")
     folders = [
-        write_set(workdir / name, count, section.seed, section.families, held_out)
+        write_set(workdir / name, count, section.seed, section.families, held_out, before_each)
         for name, count, held_out in (
             ("train", section.train_count, False),
             ("held-out", section.held_out_count, True),
         )
     ]
-    return TaskSets(*(harbor.read_set(folder) for folder in folders))
+    return TaskSets(*(harbor.read_set(folder, before_each) for folder in folders))

@@ -16,6 +16,7 @@ the first faulty directory.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,18 @@ from venusrl.tasks.errors import TaskError
 from venusrl.types import Task
 
 
-def read_set(folder: Path) -> list[Task]:
-    """All tasks of ``folder`` (its immediate subdirectories). Raises TaskError."""
+def read_set(folder: Path, before_each: Callable[[], None] = lambda: None) -> list[Task]:
+    """All tasks of ``folder`` (its immediate subdirectories). Raises TaskError, and what ``before_each`` raises."""
     if not folder.is_dir():
         raise TaskError(f"there is no task folder {folder}; give a directory that holds Harbor task directories")
     directories = sorted(d for d in folder.iterdir() if d.is_dir() and not d.name.startswith("."))
     if not directories:
         raise TaskError(f"{folder} holds no task directories (each needs instruction.md, task.toml and tests/test.sh)")
-    return [read(directory) for directory in directories]
+    tasks = []
+    for directory in directories:
+        before_each()
+        tasks.append(read(directory))
+    return tasks
 
 
 def read(directory: Path) -> Task:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -53,8 +53,15 @@ def instruction(module: code.Module) -> str:
     return f"Work on {module.function} in {module.name}.py: its tests fail."
 
 
-def write_set(folder: Path, count: int, seed: int, families: tuple[str, ...], held_out: bool) -> Path:
-    """Write ``count`` task directories under ``folder`` and return it."""
+def write_set(
+    folder: Path,
+    count: int,
+    seed: int,
+    families: tuple[str, ...],
+    held_out: bool,
+    before_each: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write ``count`` task directories under ``folder`` and return it. What ``before_each`` raises gives it up."""
     manifest = {"format": FORMAT, "count": count, "seed": seed, "families": list(families), "held_out": held_out}
     stamp = folder / ".manifest.json"
     if stamp.is_file() and json.loads(stamp.read_text()) == manifest:
@@ -62,6 +69,7 @@ def write_set(folder: Path, count: int, seed: int, families: tuple[str, ...], he
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for index, module in enumerate(modules(count, seed, families, held_out)):
+        before_each()
         _write_task(folder / f"{'held-out' if held_out else 'train'}-{index:05d}", module)
     stamp.write_text(json.dumps(manifest))
     return folder

@@ -7,7 +7,9 @@ Must not know: admission, ownership on disk, asyncio.
 
 Guarantees: when the socket closes, for whatever reason, every command is killed, every control group removed,
 and the process ends; its mounts end with it. No request blocks the loop for long: commands are watched, not
-waited for. Started as ``python -m venusrl.sandboxes.runtimes.namespace.launcher FD``.
+waited for. Requests are served in the order they came, but a Kill or a Cancel at once: what it ends while that still
+waits for its turn is never begun, so that giving up a hundred sandboxes does not first make them.
+Started as ``python -m venusrl.sandboxes.runtimes.namespace.launcher FD``.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError
+from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, SandboxGone
 from venusrl.sandboxes.runtimes.namespace import wire
 from venusrl.sandboxes.runtimes.namespace.command import Command
 from venusrl.sandboxes.runtimes.namespace.machine import Machine
@@ -43,6 +47,7 @@ class Launcher:
         self._selector.register(connection, selectors.EVENT_READ, self._on_request)
         self._incoming = bytearray()
         self._outgoing = bytearray()
+        self._inbox: deque[wire.Request] = deque()
         self._machine: Machine | None = None
         self._running: dict[int, Running] = {}
         self._condemned: dict[str, list[int]] = {}
@@ -54,6 +59,8 @@ class Launcher:
             while self._open:
                 for key, _ in self._selector.select(self._wait_s()):
                     key.data()
+                if self._inbox:
+                    self._handle(self._inbox.popleft())
                 self._on_time()
         finally:
             for running in self._running.values():
@@ -81,7 +88,25 @@ class Launcher:
                 return
             body = bytes(self._incoming[wire.HEADER_BYTES : end])
             del self._incoming[:end]
-            self._handle(wire.decode_request(body))
+            self._take(wire.decode_request(body))
+
+    def _take(self, request: wire.Request) -> None:
+        match request:
+            case wire.Cancel(target=target):
+                self._drop(lambda waiting: waiting.id == target)
+            case wire.Kill(sandbox=sandbox):
+                self._drop(lambda waiting: getattr(waiting, "sandbox", None) == sandbox)
+            case _:
+                self._inbox.append(request)
+                return
+        self._handle(request)
+
+    def _drop(self, given_up: Callable[[wire.Request], bool]) -> None:
+        """Answer those that wait and will not be served."""
+        dropped = [waiting for waiting in self._inbox if given_up(waiting)]
+        for request in dropped:
+            self._inbox.remove(request)
+            self._reply(wire.failure(request.id, SandboxGone("it was given up before its turn came")))
 
     def _reply(self, message: wire.Reply) -> None:
         self._outgoing += wire.encode(message)
@@ -218,6 +243,8 @@ class Launcher:
     # -- time
 
     def _wait_s(self) -> float | None:
+        if self._inbox:
+            return 0.0
         due = min((running.due_at for running in self._running.values()), default=math.inf)
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
