@@ -111,7 +111,13 @@ class Scheduler:
     # --- the door --------------------------------------------------------------------------------------
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take note of one event and decide. Raises EventError for one that contradicts those before it."""
-        self._note(event, now)
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Action]:
+        """Events of one instant, then one decision. Matters where the first alone would mislead: of workers that take
+        new weights together, the first to acknowledge would get every trajectory that waits for them."""
+        for event in events:
+            self._note(event, now)
         return self._decide()
 
     def restore(self, events: Iterable[Event], now: float) -> list[Action]:
@@ -123,9 +129,7 @@ class Scheduler:
         those given up; ``GroupDropped`` for dropped groups not yet reissued; ``BatchFormed`` for every recorded batch
         of the versions from the one in use on; ``TaskOrderExhausted`` if so; ``WorkerUp`` for workers that serve.
         """
-        for event in events:
-            self._note(event, now)
-        return self._decide()
+        return self.handle_all(events, now)
 
     @property
     def refills_left(self) -> int:

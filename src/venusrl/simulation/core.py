@@ -40,7 +40,7 @@ class Core:
         """Called when a timer and all that follows from it at once is done."""
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
-        self._pending: deque[ev.Event] = deque()
+        self._pending: deque[tuple[ev.Event, ...]] = deque()
         self._busy = False
         self._tick_at: float | None = None
 
@@ -51,16 +51,17 @@ class Core:
     def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, call, *args)
 
-    def report(self, event: ev.Event) -> None:
-        """Tell the scheduler, now or when it is done with what it was told before."""
-        self._pending.append(event)
+    def report(self, *events: ev.Event) -> None:
+        """Tell the scheduler, now or when it is done with what it was told before. It decides on them together."""
+        self._pending.append(events)
         if self._busy:
             return
         self._busy = True
-        pending, handle, carry_out = self._pending, self.scheduler.handle, self.carry_out
+        pending, handle, carry_out = self._pending, self.scheduler.handle_all, self.carry_out
         while pending and self.ended is None:
-            self.handled += 1
-            for action in handle(pending.popleft(), self.now):
+            together = pending.popleft()
+            self.handled += len(together)
+            for action in handle(together, self.now):
                 carry_out[type(action)](action)
         self._busy = False
 

@@ -75,6 +75,7 @@ class Fleet:
         self.published = 0
         self._dirty: dict[Server, None] = {}
         self._draining: dict[Server, None] = {}
+        self._loaded_now: list[Server] = []
         self._homes: dict[str, Server] = {}
         """Where each trajectory's last turn ran: what is cached of it is there."""
         self._prefixes: dict[str, tuple[str, int]] = {}
@@ -223,7 +224,16 @@ class Fleet:
         self._draining.pop(server, None)
         server.engine.resume(self._core.now)
         self._touch(server)
-        self._core.report(ev.WorkerAcknowledged(server.engine.name, version))
+        # Timers of one instant fire in the order of their creation: the workers that loaded together come first.
+        if not self._loaded_now:
+            self._core.later(0.0, self._acknowledge)
+        self._loaded_now.append(server)
+
+    def _acknowledge(self) -> None:
+        """The workers that took weights at this instant say so together."""
+        self._core.popped += 1
+        loaded, self._loaded_now = [s for s in self._loaded_now if s.up], []
+        self._core.report(*(ev.WorkerAcknowledged(s.engine.name, s.version) for s in loaded))
 
     # --- deaths -----------------------------------------------------------------------------------------------
     def _schedule_death(self, server: Server) -> None:
