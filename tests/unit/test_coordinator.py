@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from venusrl.coordinator.amend import amend_record
 from venusrl.coordinator.assembly import scheduler_config
 from venusrl.coordinator.episodes import Episodes, EpisodeSettings
 from venusrl.coordinator.errors import StoreFull
@@ -19,8 +20,9 @@ from venusrl.coordinator.host import SchedulerHost
 from venusrl.coordinator.publish import Weights
 from venusrl.coordinator.recovery import rebuild
 from venusrl.coordinator.steps import Meter, Steps
-from venusrl.coordinator.store import OpenedTrajectory, RunStore, TrainedReport
-from venusrl.observe.recorder import RunRecorder
+from venusrl.coordinator.store import EvaluationSample, OpenedTrajectory, RunStore, TrainedReport
+from venusrl.observe.recorder import RunRecorder, read_events
+from venusrl.observe.summary import build_summary
 from venusrl.recipe import Recipe, resolve
 from venusrl.scheduling.actions import (
     CancelTrajectory,
@@ -169,6 +171,8 @@ class Scene:
     async def until_over(self, timeout_s: float = 5.0) -> None:
         """Bring up the worker, then wait for the scheduler's word; time passes quickly."""
         state = self.store.recover()
+        self.steps.resume(state.pending_batches)
+        amend_record(self.store, self.recorder)
         recovered = rebuild(self.store, state, self.tasks, self.settings)
         for group in recovered.groups:
             self.episodes.adopt(group)
@@ -347,6 +351,28 @@ async def test_a_formed_batch_goes_back_to_the_trainer_after_a_crash(tmp_path: P
         await again.until_over()
         assert again.store.batch_for(0) == before
         assert again.end == FinishRun("max_steps")
+    assert build_summary(tmp_path).trained_trajectories == 8, "those of the batch that another session formed, too"
+
+
+async def test_a_step_and_an_evaluation_that_a_kill_kept_from_the_record_are_written_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, recipe(steps=2)) as run:
+        kept = run.recorder.scalars
+        monkeypatch.setattr(run.recorder, "scalars", lambda step, values: None if step == 2 else kept(step, values))
+        run.store.open_evaluation(0, "sampled")
+        await run.until_over()
+        samples = [EvaluationSample(0, "task-0", n, float(n), 1, 2, "submitted") for n in (0, 1)]
+        run.store.finish_evaluation(0, "sampled", samples, wall_s=1.0)
+    assert build_summary(tmp_path).trained_trajectories == 4
+    for _ in range(2):
+        async with scene(tmp_path, recipe(steps=2), resume=True) as again:
+            await again.until_over()
+        made = build_summary(tmp_path)
+        assert (made.steps, made.trained_trajectories, made.staleness_max) == (2, 8, 0)
+        assert (made.eval_reward_start, made.reward_last) == (0.5, 0.5)
+        lines = [e for e in read_events(tmp_path) if e["kind"] in ("scalars", "evaluation")]
+        assert len(lines) == 4, "one a step, one of the evaluation and its scalar; no second"
 
 
 async def test_attempts_are_counted_over_resumptions(tmp_path: Path) -> None:

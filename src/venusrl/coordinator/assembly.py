@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from venusrl.coordinator import view
+from venusrl.coordinator.amend import amend_record
 from venusrl.coordinator.engines import LocalEngines, RemoteEngines
 from venusrl.coordinator.episodes import Episodes, EpisodeSettings
 from venusrl.coordinator.errors import RunFailed, ShutdownTimeout
@@ -261,7 +262,10 @@ class Assembly:
         if self.store.version(0) is None:
             self.store.record_version(0, str(self._model), checkpointed=True)
         self.publisher.current = self.weights(state.version)
-        self.steps.resume()
+        self.steps.resume(state.pending_batches)
+        amended = amend_record(self.store, self._recorder)
+        if amended:
+            _log.info("wrote %d lines that a kill had kept from the record", amended)
         recovered = rebuild(self.store, state, self._tasks, self._episode_settings)
         for group in recovered.groups:
             self.episodes.adopt(group)

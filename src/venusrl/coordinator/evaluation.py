@@ -60,6 +60,15 @@ def plan(task_ids: Sequence[str], *, samples: int, greedy: bool) -> list[Evaluat
     return items
 
 
+def rewards_by_task(samples: Sequence[EvaluationSample]) -> list[list[float]]:
+    """The rewards of each task that has any."""
+    by_task: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            by_task.setdefault(sample.task_id, []).append(sample.reward)
+    return list(by_task.values())
+
+
 class Sweep:
     """One evaluation of one version. ``run`` may be called again, also at the same time, with other engines."""
 
@@ -323,11 +332,7 @@ class Evaluator:
                 continue
             wall_s = time.monotonic() - sweep.started_at
             record = self._store.finish_evaluation(sweep.version, mode, samples, wall_s=wall_s)
-            by_task: dict[str, list[float]] = {}
-            for sample in samples:
-                if sample.reward is not None:
-                    by_task.setdefault(sample.task_id, []).append(sample.reward)
-            self._on_result(record, list(by_task.values()))
+            self._on_result(record, rewards_by_task(samples))
         self._mark(sweep.version).unlink(missing_ok=True)
 
     def _mark(self, version: int) -> Path:

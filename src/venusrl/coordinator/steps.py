@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ import msgspec
 from venusrl.coordinator.episodes import Episodes, Facts
 from venusrl.coordinator.host import SchedulerHost
 from venusrl.coordinator.publish import PublishRecord, Weights
-from venusrl.coordinator.store import RunStore, TrainedReport
+from venusrl.coordinator.store import BatchRecord, RunStore, TrainedReport
 from venusrl.observe.recorder import RunRecorder
 from venusrl.scheduling.actions import FormBatch
 from venusrl.scheduling.events import BatchTrained, Event, TurnFinished
@@ -50,11 +50,12 @@ class Meter:
 
 
 class FormedBatch(msgspec.Struct, frozen=True):
-    """What is remembered of a batch until it is trained. ``critical_s``: coordinator's share of its critical path."""
+    """What is remembered of a batch until it is trained. ``critical_s``: coordinator's share of its critical path;
+    None for one that an earlier session formed."""
 
     version: int
     members: tuple[Facts, ...]
-    critical_s: float
+    critical_s: float | None
 
 
 class _Mark(msgspec.Struct):
@@ -95,8 +96,10 @@ class Steps:
         self._mark = _Mark(time.monotonic(), meter.tokens)
         self._published_at: dict[int, float] = {}
 
-    def resume(self) -> None:
-        """Remember what the live view shows of earlier sessions."""
+    def resume(self, pending: Sequence[BatchRecord]) -> None:
+        """Remember what the live view shows of earlier sessions, and their batches that are still to be trained."""
+        for batch in pending:
+            self._formed[batch.version] = FormedBatch(batch.version, stored_members(self._store, batch.version), None)
         self.rewards = [v.metrics.get("reward/mean", float("nan")) for v in self._store.versions() if v.version > 0]
         self.staleness_max = self._store.totals().staleness_max
 
@@ -139,13 +142,12 @@ class Steps:
     def _figures(self, report: TrainedReport) -> dict[str, float]:
         now, tokens = time.monotonic(), self._meter.tokens
         step_s = max(now - self._mark.at, 1e-9)
-        figures = dict(report.metrics)
+        formed = self._formed.pop(report.version - 1)  # every batch is remembered, or there would be no report
+        figures = step_figures(formed.version, formed.members, report.metrics)
         figures["rollout/tokens_per_s"] = (tokens - self._mark.tokens) / step_s
-        formed = self._formed.pop(report.version - 1, None)
-        if formed is not None and formed.members:
-            figures |= batch_figures(formed.version, formed.members)
+        if formed.critical_s is not None:
             figures["perf/coordinator_critical_fraction"] = formed.critical_s / step_s
-            self.staleness_max = max(self.staleness_max, int(figures["rollout/staleness_max"]))
+        self.staleness_max = max(self.staleness_max, int(figures["rollout/staleness_max"]))
         figures.setdefault("perf/step_s", step_s)
         discarded = self._store.discarded_tokens()
         figures |= {f"tokens/discarded/{reason}": float(count) for reason, count in discarded.items()}
@@ -153,15 +155,24 @@ class Steps:
         figures["perf/coordinator_cpu_s"] = stats.cpu_s
         figures["perf/coordinator_loop_lag_mean_s"] = stats.loop_lag_mean_s
         self._mark = _Mark(now, tokens)
-        self.rewards.append(figures.get("reward/mean", float("nan")))
+        self.rewards.append(figures["reward/mean"])
         self.idle_fraction = figures.get("perf/trainer_idle_fraction", self.idle_fraction)
         return figures
 
 
-def batch_figures(version: int, members: Sequence[Facts]) -> dict[str, float]:
-    """What the trajectories of the batch that trained ``version`` were like."""
+def stored_members(store: RunStore, version: int) -> tuple[Facts, ...]:
+    """The trajectories of the batch that trains ``version``, read back."""
+    batch = store.batch_for(version)
+    groups = batch.groups if batch is not None else []
+    return tuple(Facts.of(trajectory) for group in groups for trajectory in group.trajectories)
+
+
+def step_figures(version: int, members: Sequence[Facts], reported: Mapping[str, float]) -> dict[str, float]:
+    """What the trajectories of the batch that trained ``version`` were like, and what its trainer reported."""
     staleness = [version - facts.start_version for facts in members]
     return {
+        "reward/mean": sum(facts.reward for facts in members) / len(members),
+        **reported,
         "rollout/staleness_mean": sum(staleness) / len(staleness),
         "rollout/staleness_max": float(max(staleness)),
         "rollout/turns_mean": sum(facts.turns for facts in members) / len(members),
