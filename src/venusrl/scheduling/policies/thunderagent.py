@@ -26,6 +26,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from venusrl.scheduling import events as ev
 from venusrl.scheduling.actions import Dispatch
@@ -39,7 +40,7 @@ AGEING_S = 45.0
 
 class ThunderAgent(Policy):
     """See the module. ``release``: programs are forgotten at their end. ``decay``: for resuming, an acting program
-    weighs half as much every ``half_life_s``."""
+    weighs half as much every ``half_life_s``. ``order``: of resuming, within a class; its own is ``smallest``."""
 
     name = "thunderagent"
 
@@ -49,21 +50,25 @@ class ThunderAgent(Policy):
         release: bool = True,
         decay: bool = False,
         faithful: bool = True,
+        order: Literal["smallest", "fifo", "largest"] = "smallest",
         interval_s: float = 5.0,
         half_life_s: float = 1.0,
         acting_weight: float = 1.0,
         timeout_s: float = 1800.0,
     ) -> None:
+        if order not in ("smallest", "fifo", "largest"):
+            raise ValueError(f"there is no order {order!r}; there are smallest, fifo, largest")
         if min(interval_s, half_life_s, timeout_s) <= 0 or acting_weight < 0:
             raise ValueError("interval_s, half_life_s and timeout_s must be positive, acting_weight not negative")
         self._release = release
         self._half_life_s = half_life_s if decay else None
         self._faithful = faithful
+        self._order = order
         self._interval_s = interval_s
         self._acting_weight = acting_weight
         self._timeout_s = timeout_s
-        self._programs: dict[str, Program] = {}
-        self._backends: dict[str, Backend] = {}
+        self.programs: dict[str, Program] = {}
+        self.backends: dict[str, Backend] = {}
         self._paused: dict[str, Program] = {}
         self._fresh: dict[str, PendingTurn] = {}
         """Requests that were not looked at yet."""
@@ -85,7 +90,7 @@ class ThunderAgent(Policy):
         if isinstance(event, ev.TurnFinished):
             self._turn_finished(event, view.now)
         elif isinstance(event, ev.TokensGenerated):
-            program = self._programs.get(event.trajectory)
+            program = self.programs.get(event.trajectory)
             if program is not None:
                 with self._changing(program):
                     program.tokens += event.count
@@ -103,17 +108,17 @@ class ThunderAgent(Policy):
         self._blocked.pop(trajectory, None)
         if self._release:
             self._forget(trajectory)
-        elif trajectory in self._programs:
-            self._programs[trajectory].turn = None
+        elif trajectory in self.programs:
+            self.programs[trajectory].turn = None
 
     def _forget(self, trajectory: str) -> None:
-        program = self._programs.pop(trajectory, None)
+        program = self.programs.pop(trajectory, None)
         if program is not None:
             self._unplace(program)
             self._paused.pop(trajectory, None)
 
     def _turn_finished(self, event: ev.TurnFinished, now: float) -> None:
-        program = self._programs.get(event.trajectory)
+        program = self.programs.get(event.trajectory)
         if program is None or not program.reasoning:
             return
         with self._changing(program):
@@ -125,7 +130,7 @@ class ThunderAgent(Policy):
     @contextmanager
     def _changing(self, program: Program) -> Iterator[None]:
         """Its worker's sums follow."""
-        backend = self._backends[program.backend] if program.backend is not None else None
+        backend = self.backends[program.backend] if program.backend is not None else None
         if backend is not None:
             backend.drop(program)
         yield
@@ -149,7 +154,7 @@ class ThunderAgent(Policy):
 
     def _unplace(self, program: Program) -> None:
         if program.backend is not None:
-            backend = self._backends[program.backend]
+            backend = self.backends[program.backend]
             backend.drop(program)
             self._watch(backend)
             program.backend, program.marked = None, False
@@ -187,7 +192,7 @@ class ThunderAgent(Policy):
         self._round_needed = bool(self._paused or self._over)
 
     def wake_at(self, view: View) -> float | None:
-        times = [self._timeouts[0][0]] if self._timeouts and self._backends else []
+        times = [self._timeouts[0][0]] if self._timeouts and self.backends else []
         if self._round_needed:
             times.append(self._next_round)
         return min(times, default=None)
@@ -199,19 +204,19 @@ class ThunderAgent(Policy):
 
     def _sync(self, view: View) -> None:
         """Workers came or went."""
-        for name in [name for name in self._backends if name not in view.workers]:
-            for program in list(self._backends[name].programs.values()):
+        for name in [name for name in self.backends if name not in view.workers]:
+            for program in list(self.backends[name].programs.values()):
                 self._pause(program, view.now)
-            del self._backends[name]
+            del self.backends[name]
             self._over.pop(name, None)
         for name, worker in view.workers.items():
-            if name not in self._backends:
-                self._backends[name] = Backend(name, worker.kv_capacity, not self._faithful, self._acting_weight)
+            if name not in self.backends:
+                self.backends[name] = Backend(name, worker.kv_capacity, not self._faithful, self._acting_weight)
 
     def _request(self, turn: PendingTurn) -> None:
-        program = self._programs.get(turn.trajectory)
+        program = self.programs.get(turn.trajectory)
         if program is None:
-            program = self._programs[turn.trajectory] = Program(turn.trajectory, turn.group, turn.shared_prefix)
+            program = self.programs[turn.trajectory] = Program(turn.trajectory, turn.group, turn.shared_prefix)
         with self._changing(program):
             program.turn, program.step = turn, program.step + 1
             program.reasoning = True
@@ -220,7 +225,7 @@ class ThunderAgent(Policy):
             self._ready[program.name] = program
             return
         if program.step == 1 and not self._paused:
-            roomy = [b for b in self._backends.values() if b.room >= program.tokens + BUFFER_TOKENS]
+            roomy = [b for b in self.backends.values() if b.room >= program.tokens + BUFFER_TOKENS]
             if roomy:
                 self._place(program, min(roomy, key=lambda b: (b.active, b.name)))
                 return
@@ -234,11 +239,11 @@ class ThunderAgent(Policy):
             at, name, step = self._timeouts[0]
             program = self._paused.get(name)
             waits = program is not None and program.turn is not None and program.step == step
-            if waits and (at > now or not self._backends):
+            if waits and (at > now or not self.backends):
                 return
             heapq.heappop(self._timeouts)
             if waits and program is not None:
-                self._place(program, min(self._backends.values(), key=lambda b: (b.active, b.name)))
+                self._place(program, min(self.backends.values(), key=lambda b: (b.active, b.name)))
 
     def _send(self, program: Program, view: View) -> Iterator[Decision]:
         turn = program.turn
@@ -277,7 +282,7 @@ class ThunderAgent(Policy):
         return backend.room + (0 if self._faithful else backend.marked) >= 0
 
     def _resume(self, view: View) -> None:
-        free = {b.name: self._free(b, view.now) for b in self._backends.values()}
+        free = {b.name: self._free(b, view.now) for b in self.backends.values()}
         total = sum(max(0.0, room) for room in free.values())
         chosen: list[Program] = []
         for program in self._in_order(view):
@@ -289,7 +294,7 @@ class ThunderAgent(Policy):
             name = self._fitting(program, free)
             if name is not None:
                 free[name] -= program.tokens + BUFFER_TOKENS
-                self._place(program, self._backends[name])
+                self._place(program, self.backends[name])
         if not self._faithful:
             self._resume_too_large(view)
 
@@ -298,10 +303,16 @@ class ThunderAgent(Policy):
         startable: Iterable[Program] = self._paused.values()
         if not view.window.may_start():
             startable = [p for p in startable if p.turn is None or view.held(p.turn) is None]
-        if self._faithful:
-            return sorted(startable, key=lambda p: (_class(p), p.paused_tokens, p.name))
-        now = view.now
-        return sorted(startable, key=lambda p: (_class(p), p.tokens / (1 + (now - p.paused_at) / AGEING_S), p.name))
+        # Ties in the order of pausing: sorting is stable.
+        return sorted(startable, key=lambda p: (_class(p), self._precedence(p, view.now)))
+
+    def _precedence(self, program: Program, now: float) -> float:
+        if self._order == "fifo":
+            return 0.0
+        tokens: float = program.paused_tokens if self._faithful else program.tokens
+        if self._order == "largest":
+            return -tokens
+        return tokens if self._faithful else tokens / (1 + (now - program.paused_at) / AGEING_S)
 
     def _free(self, backend: Backend, now: float) -> float:
         if self._half_life_s is None:
@@ -317,8 +328,8 @@ class ThunderAgent(Policy):
 
     def _resume_too_large(self, view: View) -> None:
         """A program larger than any worker takes one that is empty."""
-        largest = max((b.capacity for b in self._backends.values()), default=0)
-        empty = [b for b in self._backends.values() if not b.programs]
+        largest = max((b.capacity for b in self.backends.values()), default=0)
+        empty = [b for b in self.backends.values() if not b.programs]
         waiting = [p for p in self._in_order(view) if p.turn is not None and p.tokens + BUFFER_TOKENS > largest]
         for program, backend in zip(waiting, empty, strict=False):
             self._place(program, backend)
