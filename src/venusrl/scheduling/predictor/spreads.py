@@ -21,7 +21,7 @@ _SQRT2PI = math.sqrt(2.0 * math.pi)
 
 def largest(spreads: Sequence[Spread]) -> Spread:
     """The maximum of independent quantities (Clark's moments, one after the other)."""
-    moments = sorted(((math.log1p(s.p50), (math.log1p(s.p90) - math.log1p(s.p10)) / (2 * Z90)) for s in spreads))
+    moments = sorted((math.log1p(s.p50), (math.log1p(s.p90) - math.log1p(s.p10)) / (2 * Z90)) for s in spreads)
     mean, deviation = moments[-1]
     for other in reversed(moments[:-1]):
         mean, deviation = _larger(mean, deviation, *other)
