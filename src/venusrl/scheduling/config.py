@@ -58,6 +58,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "max_staleness must be at least ceil(async_factor)": self.max_staleness < math.ceil(self.async_factor),
             "min_valid must lie in 1..group_size": not 1 <= self.min_valid <= self.group_size,
             'deadline "drop" is not allowed on-policy (async_factor 0)': self.on_policy and self.deadline == "drop",
+            "cohorts are one step off at most: async_factor may not exceed 1": self.cohorts and self.async_factor > 1,
             'deadline "drop" goes with consumption "oldest" or "completion" and without cohorts': (
                 self.deadline == "drop" and (self.consumption in ("in_order", "windowed") or self.cohorts)
             ),

@@ -190,9 +190,14 @@ class Window:
         if self._config.consumption == "in_order":
             selection = self.best_batch(lambda g: (g.ordinal,))
             return selection if selection is not None and self.complete.keys() >= set(selection.groups) else None
-        by_start = self._config.consumption == "oldest"
-        ranked = (self._candidate(g, (g.start or 0 if by_start else 0, g.completed or 0)) for g in self._consumable())
-        return quota.select(ranked, self._needs(), self.next_version, self._config.batch_groups)
+        if self._config.consumption == "windowed":
+            end = self._window_end()
+            reach = [g for g in self.open.values() if g.ordinal < end]
+            selection = self._select(g for g in reach if g.completed is not None)
+            if selection is not None or self._select(reach) is not None:
+                return selection
+            # What the quota forces lies beyond: to wait for the window to move would be to wait for ever.
+        return self._select(self.complete.values())
 
     def best_batch(self, rank: Callable[[Group], Rank]) -> Selection | None:
         """The best admissible batch of all open groups, complete or not: its unfinished members are the frontier.
@@ -241,15 +246,14 @@ class Window:
         oldest = min((g.ordinal for g in self._incomplete()), default=math.inf)
         return oldest + (self._config.consumption_window or 0)
 
-    def _consumable(self) -> Iterable[Group]:
-        """Complete groups that a batch may be made of; those that the quota forces always are."""
-        if self._config.consumption != "windowed":
-            return self.complete.values()
-        ranked = (self._candidate(g, (g.completed or 0,)) for g in self.complete.values())
-        forced = quota.select(ranked, self._needs(), self.next_version, self._config.batch_groups)
-        mandatory = forced.mandatory if forced is not None else frozenset()
-        end = self._window_end()
-        return (g for g in self.complete.values() if g.ordinal < end or g.name in mandatory)
+    def _select(self, groups: Iterable[Group]) -> Selection | None:
+        """By completion, incomplete ones last; in the order of start versions first if ``consumption`` says so."""
+        by_start = self._config.consumption == "oldest"
+        ranked = (
+            self._candidate(g, (g.start or 0 if by_start else 0, math.inf if g.completed is None else g.completed))
+            for g in groups
+        )
+        return quota.select(ranked, self._needs(), self.next_version, self._config.batch_groups)
 
     def _incomplete(self) -> Iterator[Group]:
         return (g for g in self.open.values() if g.completed is None)

@@ -397,7 +397,7 @@ class VirtualRun:
         self.report(ev.BatchTrained(version))
 
     def _publish(self, version: int) -> None:
-        if self.scheduler.window.publication_waits:
+        if self.scheduler.window.publication_waits or version != self.published + 1:
             self._later(0.1, self._publish, version)
             return
         self.published = version

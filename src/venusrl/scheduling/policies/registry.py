@@ -28,6 +28,7 @@ from venusrl.scheduling.policies.continuum import Continuum
 from venusrl.scheduling.policies.fcfs import Fcfs
 from venusrl.scheduling.policies.rollflash import RollFlash, RollFlashAgentic
 from venusrl.scheduling.policies.thunderagent import ThunderAgent
+from venusrl.scheduling.policies.venus import Venus
 
 WeightUpdate = Literal["drain", "turn_boundary", "in_flight", "abort"]
 AsyncFactors = Literal["any", "integers", "one"]
@@ -111,6 +112,12 @@ _THUNDER = "ThunderAgent a7eef77 and 7ddc861: scheduler/router.py, backend/state
 _CONTINUUM = "Continuum, arXiv 2511.02230, as summarised by third parties"
 
 _ALL = (
+    Baseline(
+        "venus",
+        "groups by frontier, KV by value on a ledger, one queue for all workers; weights change in flight",
+        "VenusRL's own policy",
+        Venus,
+    ),
     Baseline(
         "fcfs",
         "turns as they come, session affinity, the engine queues; weights change in flight",
