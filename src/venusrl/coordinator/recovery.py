@@ -71,7 +71,9 @@ def _rebuild_group(
         store.give_up_place(record.id, index)
     group = LiveGroup(record.id, record.ordinal, _task(tasks, record), record.size, lost=lost)
     group.failures = Counter({v.index: v.infrastructure_failures for v in record.vacancies})
-    recovered.events.append(GroupOpened(record.id, record.ordinal, record.task_id, record.size))
+    recovered.events.append(
+        GroupOpened(record.id, record.ordinal, record.task_id, record.size, reissues=record.reissues)
+    )
     _note_finished(store, record, group, recovered.events)
     for vacancy in record.vacancies:
         if vacancy.index not in given_up:

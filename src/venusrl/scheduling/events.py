@@ -81,13 +81,15 @@ class BatchTrained(_Event, frozen=True):
 
 # --- groups and trajectories ------------------------------------------------------------------------
 class GroupOpened(_Event, frozen=True):
-    """Answer to ``OpenGroup``. ``size``: trajectories in the group; ``reissue_of``: as asked."""
+    """Answer to ``OpenGroup``. ``size``: trajectories in the group; ``reissue_of``: as asked. ``reissues``, recovery
+    only: how often its task had been tried again by then, this group included."""
 
     group: str
     ordinal: int
     task: str
     size: int
     reissue_of: str | None = None
+    reissues: int = 0
 
 
 class GroupDropped(_Event, frozen=True):

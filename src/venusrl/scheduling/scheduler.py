@@ -227,7 +227,7 @@ class Scheduler:
         self._changed = True
 
     def _on_group_opened(self, event: ev.GroupOpened) -> None:
-        times = self.reopening.pop(event.reissue_of, 0) if event.reissue_of is not None else 0
+        times = self.reopening.pop(event.reissue_of, 0) if event.reissue_of is not None else event.reissues
         if not times:
             self.opening = max(0, self.opening - 1)
         self.window.open_group(event.group, event.task, event.ordinal, event.size, times)

@@ -151,6 +151,7 @@ def _recovered_group(db: sqlite3.Connection, row: sqlite3.Row) -> RecoveredGroup
         start_version=group_start(db, row["id"]),
         finished=tuple(FinishedTrajectory(*member) for member in finished),
         vacancies=tuple(Vacancy(*place) for place in vacancies),
+        reissues=db.execute("SELECT count(*) - 1 FROM groups WHERE ordinal = ?", (row["ordinal"],)).fetchone()[0],
     )
 
 

@@ -86,7 +86,8 @@ class Vacancy(_Record, frozen=True):
 
 
 class RecoveredGroup(_Record, frozen=True):
-    """A group that is neither in a batch nor closed. ``start_version``: of its finished members, if any."""
+    """A group that is neither in a batch nor closed. ``start_version``: of its finished members, if any.
+    ``reissues``: how often its place in the order had been taken before."""
 
     id: str
     ordinal: int
@@ -96,6 +97,7 @@ class RecoveredGroup(_Record, frozen=True):
     start_version: int | None
     finished: tuple[FinishedTrajectory, ...]
     vacancies: tuple[Vacancy, ...]
+    reissues: int = 0
 
 
 class BatchRecord(_Record, frozen=True):
