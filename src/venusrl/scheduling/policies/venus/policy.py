@@ -28,13 +28,16 @@ from venusrl.scheduling.policies.venus import placement, reasons
 from venusrl.scheduling.policies.venus.config import VenusConfig
 from venusrl.scheduling.policies.venus.frontier import BACKGROUND_LEVEL, DEADLINE_LEVEL, FRONTIER_LEVEL, Frontier
 from venusrl.scheduling.policies.venus.lengths import Lengths
-from venusrl.scheduling.policies.venus.plain import Plain
 from venusrl.scheduling.policies.venus.room import Room
 from venusrl.scheduling.policies.venus.waiting import Key, Waiting
 from venusrl.scheduling.predictor import Predictor
+from venusrl.scheduling.predictor.siblings import Siblings
+from venusrl.types import StopReason
 
 _RESERVE = 1.5
 """Room kept for a turn's generation, in average turns."""
+_PASSING = frozenset({"weights", "draining", "staleness_quota", reasons.NO_WORKER})
+"""Reasons that are replaced by the next one; others stay until the turn goes."""
 
 
 class Venus(Policy):
@@ -44,7 +47,7 @@ class Venus(Policy):
 
     def __init__(self, config: VenusConfig | None = None, predictor: Predictor | None = None) -> None:
         self.settings = VenusConfig() if config is None else config
-        self.lengths = Lengths(Plain() if predictor is None else predictor)
+        self.lengths = Lengths(Siblings() if predictor is None else predictor)
         self.frontier = Frontier(by_batch=self.settings.frontier)
         self.room = Room(by_value=self.settings.retention)
         self.waiting = Waiting(self._key)
@@ -68,8 +71,8 @@ class Venus(Policy):
         match event:
             case ev.TurnRequested(trajectory=name):
                 self.room.end_gap(name, view.now)
-            case ev.TurnFinished(trajectory=name, generated=generated):
-                self._turn_finished(name, generated, view)
+            case ev.TurnFinished(trajectory=name, generated=generated, stop=stop):
+                self._turn_finished(name, generated, view, aborted=stop is StopReason.ABORT)
             case ev.TurnDispatched(trajectory=name, worker=worker):
                 self._turn_dispatched(name, worker)
             case ev.VerificationStarted(trajectory=name):
@@ -88,11 +91,14 @@ class Venus(Policy):
             case _:
                 pass
 
-    def _turn_finished(self, name: str, generated: int, view: View) -> None:
+    def _turn_finished(self, name: str, generated: int, view: View, *, aborted: bool) -> None:
         holding = self.room.ledger.held(name)
         worker = None if holding is None else view.workers.get(holding.worker)
         tokens = 0 if holding is None else holding.tokens + generated
-        self.room.begin_gap(name, tokens, view.now, worker)
+        if aborted:
+            self.room.ledger.stop(name, tokens)
+        else:
+            self.room.begin_gap(name, tokens, view.now, worker)
         self._sent_at.pop(name, None)
         if holding is not None:
             self._dirty[holding.worker] = None
@@ -180,8 +186,10 @@ class Venus(Policy):
             name = next(iter(self._dirty))
             del self._dirty[name]
             worker = view.workers.get(name)
-            if worker is not None and len(self.waiting):
-                yield from self._serve(worker, view)
+            if worker is not None:
+                yield from self._trim(worker)
+                if len(self.waiting):
+                    yield from self._serve(worker, view)
 
     def wake_at(self, view: View) -> float | None:
         if not len(self.waiting):
@@ -232,8 +240,17 @@ class Venus(Policy):
             answer = self._admit(turn, worker, view)
             if isinstance(answer, str):
                 tried += 1
+                if self._reasons.get(turn.trajectory) in _PASSING:
+                    yield from self._hold(turn, answer)
                 continue
             yield from self._send(turn, worker, answer, self._entry(turn))
+
+    def _trim(self, worker: Worker) -> Iterator[Decision]:
+        """Turns that generated more than was kept for them may leave less than nothing: the least valuable goes."""
+        book = self.room.ledger.books[worker.name]
+        while book.used > book.capacity and book.idle:
+            least = min(book.idle, key=lambda name: (self.room.value(name, self._now, worker), name))
+            yield from self._evict(least, reasons.DISPLACED)
 
     def _go_on(self, turn: PendingTurn, worker: Worker, view: View) -> Iterator[Decision]:
         """A resident's next turn."""
