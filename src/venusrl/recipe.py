@@ -127,8 +127,26 @@ class SandboxSection(_Section):
     max_sandboxes: int = Field(256, ge=1)
 
 
+PolicyName = Literal[
+    "venus",
+    "fcfs",
+    "fcfs-gate",
+    "windowed-fifo",
+    "thunderagent",
+    "thunderagent-decay",
+    "thunderagent-release",
+    "thunderagent-best",
+    "thunderagent-repaired",
+    "continuum",
+]
+"""Policies that a real run can carry out; ``venusrl simulate`` knows more."""
+
+
 class ScheduleSection(_Section):
-    policy: Literal["fcfs"] = "fcfs"
+    policy: PolicyName = Field("fcfs", description="Which turn runs where and when; venus is VenusRL's own")
+    policy_options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="Options of the policy; for venus the mechanisms that can be switched off"
+    )
     batch_groups: int = Field(8, ge=1, description="B: groups of one optimizer step")
     group_size: int = Field(8, ge=2, description="G: trajectories sampled from one task")
     async_factor: ExactDecimal = Field(Decimal(1), ge=0, description="alpha, an exact decimal")
@@ -335,6 +353,9 @@ def to_toml(recipe: Recipe) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

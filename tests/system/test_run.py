@@ -60,6 +60,17 @@ def test_a_run_from_nothing_to_a_trained_and_evaluated_model(recipes: Recipes, s
     assert "Traceback" not in again.said()
 
 
+def test_venus_schedules_a_run_whose_kv_holds_few_trajectories(recipes: Recipes, start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ends_only = {"at_start": False, "at_end": False}
+    process = start(recipes(schedule={"policy": "venus"}, evaluation=ends_only), run_dir, "--json")
+    assert process.wait(WAIT_S) == 0, process.said()
+    assert faults(run_dir) == []
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"], summary["trained_trajectories"]) == ("finished", 3, 24)
+    assert summary["staleness_max"] <= 1
+
+
 def test_on_policy_every_token_of_a_batch_comes_from_exactly_its_version(
     recipes: Recipes, start: Start, tmp_path: Path
 ) -> None:
@@ -116,6 +127,30 @@ def test_an_interrupt_finishes_cleanly_and_the_run_goes_on(recipes: Recipes, sta
     assert (again := start(end, run_dir, "--resume")).wait(WAIT_S) == 0, again.said()
     assert faults(run_dir) == []
     assert [batch.version for batch in batches(run_dir)] == list(range(stopped_at + 1))
+
+
+def test_a_time_limit_ends_a_run_cleanly_and_a_longer_one_goes_on(
+    recipes: Recipes, start: Start, tmp_path: Path
+) -> None:
+    run_dir, quick = tmp_path / "run", {"evaluation": {"at_start": False, "at_end": False}}
+    limited = recipes(run={"time_limit_s": 25.0}, training={"steps": 1000}, **quick)
+    begun = time.monotonic()
+    process = start(limited, run_dir)
+    assert process.wait(WAIT_S) == 0, process.said()
+    assert 25 <= time.monotonic() - begun < 200, "what began is finished, and nothing new is begun"
+    assert "time_limit_s = 25" in process.said()
+    assert "--resume" in process.said()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "time_limit"
+    assert sandboxes_left(run_dir) == []
+    assert faults(run_dir) == []
+    reached = summary["steps"]
+    more = recipes("more", run={"time_limit_s": 1000.0}, training={"steps": reached + 1}, **quick)
+    assert (again := start(more, run_dir, "--resume")).wait(WAIT_S) == 0, again.said()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"], summary["sessions"]) == ("finished", reached + 1, 2)
+    assert summary["trained_trajectories"] == 8 * (reached + 1)
+    assert faults(run_dir) == []
 
 
 def test_an_interrupt_before_anything_serves_waits_for_nothing(recipes: Recipes, start: Start, tmp_path: Path) -> None:

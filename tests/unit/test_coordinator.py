@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from venusrl.coordinator.amend import amend_record
-from venusrl.coordinator.assembly import scheduler_config
+from venusrl.coordinator.policies import scheduler_config
 from venusrl.coordinator.episodes import Episodes, EpisodeSettings
 from venusrl.coordinator.errors import StoreFull
 from venusrl.coordinator.host import SchedulerHost

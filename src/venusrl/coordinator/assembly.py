@@ -28,6 +28,7 @@ from venusrl.coordinator.episodes import Episodes, EpisodeSettings
 from venusrl.coordinator.errors import RunFailed, ShutdownTimeout
 from venusrl.coordinator.evaluation import EvaluationItem, EvaluationPlan, Evaluator
 from venusrl.coordinator.host import SchedulerHost
+from venusrl.coordinator.policies import MIN_VALID, make_policy, scheduler_config
 from venusrl.coordinator.processes import Command, ProcessExit, SupervisedProcess
 from venusrl.coordinator.publish import PublishRecord, RunningTurns, WeightPublisher, Weights
 from venusrl.coordinator.recovery import rebuild
@@ -56,8 +57,9 @@ from venusrl.scheduling.actions import (
     Hold,
     OpenGroup,
     Preempt,
+    ReleaseKV,
+    RetainKV,
 )
-from venusrl.scheduling.config import SchedulerConfig
 from venusrl.scheduling.events import Event, WorkerAcknowledged
 from venusrl.scheduling.scheduler import Scheduler
 from venusrl.tasks import TaskSets
@@ -68,7 +70,6 @@ _log = logging.getLogger(__name__)
 ENGINE_KEY_VARIABLE = "VENUSRL_ENGINE_KEY"
 """Where the bearer key of engines that run elsewhere is read from."""
 _EVALUATION_NICE = 10
-_MIN_VALID = 2
 
 
 class Faults:
@@ -135,7 +136,7 @@ class Assembly:
     # --- building ---------------------------------------------------------------------------------------------
     def _build_rollout(self) -> None:
         recipe = self.recipe
-        self.scheduler = Scheduler(scheduler_config(recipe))
+        self.scheduler = Scheduler(scheduler_config(recipe), make_policy(recipe))
         self.host = SchedulerHost(self.scheduler, on_failure=self.faults.report)
         self.gateway = Gateway({}, self._tokenizer, self.host.notify, settings=self._gateway_settings)
         self.running = RunningTurns()
@@ -226,7 +227,7 @@ class Assembly:
         host = self.host
         for observe in (self.meter.observe, self.running.observe, self.episodes.observe, self._acknowledge):
             host.tap(observe)
-        for turn_action in (Dispatch, Hold, Preempt):
+        for turn_action in (Dispatch, Hold, Preempt, RetainKV, ReleaseKV):
             host.route(turn_action, self.gateway.apply)
         host.route(OpenGroup, self.episodes.open_group)
         host.route(CreateSandbox, self.episodes.create_sandbox)
@@ -252,7 +253,7 @@ class Assembly:
     @property
     def _episode_settings(self) -> EpisodeSettings:
         schedule = self.recipe.schedule
-        return EpisodeSettings(group_size=schedule.group_size, retries=schedule.retries, min_valid=_MIN_VALID)
+        return EpisodeSettings(group_size=schedule.group_size, retries=schedule.retries, min_valid=MIN_VALID)
 
     # --- beginning and end ------------------------------------------------------------------------------------
     async def begin(self) -> None:
@@ -407,19 +408,3 @@ class Assembly:
     def _event(self, kind: str, fields: dict[str, object]) -> None:
         self._recorder.event(kind, **fields)
         self._notes.add(kind, fields)
-
-
-def scheduler_config(recipe: Recipe) -> SchedulerConfig:
-    schedule = recipe.schedule
-    return SchedulerConfig(
-        batch_groups=schedule.batch_groups,
-        group_size=schedule.group_size,
-        async_factor=schedule.async_factor,
-        max_staleness=schedule.staleness_bound,
-        max_steps=recipe.training.steps,
-        deadline=schedule.deadline,
-        drop_grace_s=schedule.drop_grace_s,
-        max_dead_groups=schedule.max_dead_groups,
-        zero_variance_refills=schedule.zero_variance_refills,
-        min_valid=_MIN_VALID,
-    )

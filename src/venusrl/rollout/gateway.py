@@ -28,7 +28,7 @@ from venusrl.rollout.requests import Requests, Running, Worker
 from venusrl.rollout.settings import GatewaySettings
 from venusrl.rollout.turns import Asked, Rollout, TurnCancelled, TurnResult
 from venusrl.rollout.waiting import to_the_end
-from venusrl.scheduling.actions import Action, CancelTrajectory, Dispatch, Hold, Preempt
+from venusrl.scheduling.actions import Action, CancelTrajectory, Dispatch, Hold, Preempt, ReleaseKV, RetainKV
 from venusrl.scheduling.events import Event, TurnDispatched, TurnFinished, TurnRequested
 from venusrl.types import Message, StopReason
 
@@ -92,6 +92,9 @@ class Gateway:
         self._flights: dict[str, _Flight] = {}
         self._first_prompts: dict[str, list[int]] = {}
         self._requests = Requests(settings, self._clock)
+        self.kv_hints = 0
+        """Wishes of the scheduler about idle KV. The engines that we drive have no such control: each keeps its own
+        order of eviction, and what the scheduler released stays findable until its room is needed."""
         self.late_actions = 0
         """Actions for turns that were over when they came (a race of the scheduler with a cancellation)."""
 
@@ -116,7 +119,7 @@ class Gateway:
 
     # --- the scheduler's decisions ----------------------------------------------------------------------------
     def apply(self, action: Action) -> None:
-        """Carry out a decision about a turn: Dispatch, Hold, Preempt or CancelTrajectory. Never blocks."""
+        """Carry out a decision about a turn or its KV. Never blocks."""
         match action:
             case Dispatch():
                 flight = self._flights.get(action.trajectory)
@@ -137,6 +140,8 @@ class Gateway:
                 self._requests.preempt(flight.running)
             case CancelTrajectory():
                 self.cancel(action.trajectory, action.reason)
+            case RetainKV() | ReleaseKV():
+                self.kv_hints += 1
             case _:
                 raise TypeError(f"{type(action).__name__} is not the gateway's to carry out")
 

@@ -1,0 +1,70 @@
+"""The scheduling policy that a recipe names, made ready for a real run.
+
+Owns: which policies a real run can carry out, and their options as a recipe writes them. Must not know: how any of
+them decides.
+
+Guarantees: ``make_policy`` either returns a policy that does all that the recipe says, or raises RecipeError with the
+key and its mend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from venusrl.recipe import Recipe, RecipeError
+from venusrl.scheduling.config import SchedulerConfig
+from venusrl.scheduling.policies import Policy
+from venusrl.scheduling.policies.registry import REGISTRY, Baseline, UnknownPolicy
+from venusrl.scheduling.policies.venus import Venus, VenusConfig
+from venusrl.scheduling.predictor import Predictor
+from venusrl.scheduling.predictor.siblings import Limits, Siblings
+
+MIN_VALID = 2
+"""Trajectories that a group needs to train: a baseline of one is no baseline."""
+
+
+def runnable(baseline: Baseline) -> bool:
+    """Whether a real run can do what belongs to it: its engines neither abort and flush at each version nor wait
+    with new weights for a cohort."""
+    return baseline.weight_update != "abort" and not baseline.cohorts
+
+
+RUNNABLE = tuple(name for name, baseline in REGISTRY.items() if runnable(baseline))
+
+
+def make_policy(recipe: Recipe) -> Policy:
+    """A fresh policy. Raises RecipeError for options that it does not have."""
+    name = recipe.schedule.policy
+    options: dict[str, Any] = dict(recipe.schedule.policy_options)
+    try:
+        if name == "venus":
+            return Venus(msgspec.convert(options, VenusConfig), make_predictor(recipe))
+        return REGISTRY[name].policy(**options)
+    except (msgspec.ValidationError, UnknownPolicy, ValueError, TypeError) as error:
+        raise RecipeError(f"schedule.policy_options: {error}") from error
+
+
+def make_predictor(recipe: Recipe) -> Predictor:
+    """What ``venus`` expects of lengths: siblings, the task's past and a life table, learned as the run goes."""
+    agent = recipe.agent
+    return Siblings(Limits(agent.max_turns, agent.max_output_tokens, recipe.rollout.context_tokens))
+
+
+def scheduler_config(recipe: Recipe) -> SchedulerConfig:
+    """The run's numbers, with the mode that belongs to its policy."""
+    schedule = recipe.schedule
+    config = SchedulerConfig(
+        batch_groups=schedule.batch_groups,
+        group_size=schedule.group_size,
+        async_factor=schedule.async_factor,
+        max_staleness=schedule.staleness_bound,
+        max_steps=recipe.training.steps,
+        deadline=schedule.deadline,
+        drop_grace_s=schedule.drop_grace_s,
+        max_dead_groups=schedule.max_dead_groups,
+        zero_variance_refills=schedule.zero_variance_refills,
+        min_valid=MIN_VALID,
+    )
+    return REGISTRY[schedule.policy].config(config)
