@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from venusrl.scheduling import actions as act
@@ -22,6 +22,11 @@ _STANDSTILL = 1_000_000
 """Timers at one instant beyond which time will never move again."""
 
 
+Log = Callable[[float, ev.Event, Sequence[act.Action]], None]
+"""Hears of every event and what the scheduler answered (to several at once: with the last), before that is carried
+out."""
+
+
 class SimulationStuck(Exception):
     """Nothing can happen any more, or nothing comes of what happens; says what is held and why."""
 
@@ -29,8 +34,9 @@ class SimulationStuck(Exception):
 class Core:
     """See the module. Components call ``later`` and ``report``, and put their handlers into ``carry_out``."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, log: Log | None = None) -> None:
         self.scheduler = scheduler
+        self._log = log
         self.now = 0.0
         self.popped = 0
         self.handled = 0
@@ -61,7 +67,12 @@ class Core:
         while pending and self.ended is None:
             together = pending.popleft()
             self.handled += len(together)
-            for action in handle(together, self.now):
+            answer = handle(together, self.now)
+            if self._log is not None:
+                for event in together[:-1]:
+                    self._log(self.now, event, ())
+                self._log(self.now, together[-1], answer)
+            for action in answer:
                 carry_out[type(action)](action)
         self._busy = False
 

@@ -9,7 +9,7 @@ from venusrl.scheduling import actions as act
 from venusrl.scheduling import events as ev
 from venusrl.scheduling.policies import Policy
 from venusrl.scheduling.scheduler import Scheduler
-from venusrl.simulation.core import Core, SimulationStuck
+from venusrl.simulation.core import Core, Log, SimulationStuck
 from venusrl.simulation.engine import RequestTooLarge
 from venusrl.simulation.episodes import Episodes
 from venusrl.simulation.recorder import Recorder
@@ -25,13 +25,15 @@ class RunFailed(Exception):
     """The scheduler gave the run up (``FailRun``)."""
 
 
-def simulate(scenario: Scenario, policy: Policy, seed: int) -> Result:
+def simulate(scenario: Scenario, policy: Policy, seed: int, log: Log | None = None) -> Result:
     """Run ``policy`` (fresh: it keeps state) on ``scenario``. Deterministic in its arguments.
+
+    ``log`` hears of every event with the scheduler's answer (``testing.promises`` checks them).
 
     Raises SimulationStuck (nothing can happen any more, or simulated time ran out), RunFailed, RequestTooLarge (the
     scenario is impossible) or PolicyFault (the policy broke a rule).
     """
-    core = Core(Scheduler(scenario.scheduler, policy))
+    core = Core(Scheduler(scenario.scheduler, policy), log)
     recorder = Recorder(core, scenario)
     episodes = Episodes(core, scenario, seed, recorder)
     trainer = Trainer(core, scenario.trainer, episodes.collect, episodes.fleet.publish)
