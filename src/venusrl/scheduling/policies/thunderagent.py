@@ -6,8 +6,8 @@ engine's KV, which it never touches: to pause a program is to hold its next turn
 A program is *reasoning* from a request to its end, *acting* until the next. Every ``interval_s`` paused programs are
 resumed, then each worker over capacity pauses its smallest acting program, or marks its smallest reasoning one to be
 paused when its turn ends, until it is within. Resumed are first those in the middle (reasoning), then new ones, then
-acting ones, smallest first, as long as all of them together fit; the largest is placed first, on the worker with most
-room, wherever it was before. What waited ``timeout_s`` runs anyway.
+acting ones, smallest first, whoever still fits beside those before; the largest is placed first, on the worker with
+most room, wherever it was before. What waited ``timeout_s`` runs anyway.
 
 ``faithful`` keeps what its source does and should not: marked programs are not counted as relief, so that one round
 marks every reasoning program; a group's common prefix counts once a member; the order of resuming uses sizes of
@@ -286,10 +286,11 @@ class ThunderAgent(Policy):
         total = sum(max(0.0, room) for room in free.values())
         chosen: list[Program] = []
         for program in self._in_order(view):
-            total -= program.tokens + BUFFER_TOKENS
-            if total < 0:
-                break
-            chosen.append(program)
+            need = program.tokens + BUFFER_TOKENS
+            # One that does not fit is passed over, as in the source: smaller ones behind it may.
+            if need <= total:
+                total -= need
+                chosen.append(program)
         for program in sorted(chosen, key=lambda p: (-p.tokens, p.name)):
             name = self._fitting(program, free)
             if name is not None:
