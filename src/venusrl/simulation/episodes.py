@@ -24,7 +24,7 @@ from venusrl.simulation.sandboxes import PolicyFault, Sandboxes
 from venusrl.simulation.scenario import Scenario
 from venusrl.types import FailureKind, StopReason
 
-_REISSUE = 1000
+REISSUED_ATTEMPT = 1000
 """Attempts of a reissued group are other samples than those of the group it stands for."""
 
 
@@ -77,7 +77,7 @@ class Episodes:
 
     def _open_trajectory(self, group: GroupRun, index: int, attempt: int) -> None:
         name = f"{group.name}/{index}.{attempt}"
-        number = attempt + _REISSUE * group.reissues
+        number = attempt + REISSUED_ATTEMPT * group.reissues
         script = self._scenario.workload.script(self._seed, group.task, index, number)
         episode = Episode(name, group, index, script, self._core.now)
         self._fate(episode, number)

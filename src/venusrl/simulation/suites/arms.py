@@ -1,0 +1,105 @@
+"""The contestants: how each one runs in a given scenario.
+
+Owns: ``Arm`` (a policy, its predictor, its options, its limit of concurrency), the names of arms, and what an arm
+changes in a scenario (consumption, window, sync: what its original does). Must not know: cells, seeds' results.
+
+Guarantees: every arm meets the same workload, fleet, trainer and window or a stricter one, and drops nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import msgspec
+
+from venusrl.scheduling.policies import Policy
+from venusrl.scheduling.policies.registry import REGISTRY, Baseline, find
+from venusrl.scheduling.policies.venus import Venus, VenusConfig
+from venusrl.scheduling.predictor import Predictor
+from venusrl.scheduling.predictor.arms import Constant, Oracle, Shuffled
+from venusrl.scheduling.predictor.siblings import Limits, Siblings
+from venusrl.simulation.scenario import Scenario
+from venusrl.simulation.truth import TrueLengths
+
+PredictorName = Literal["siblings", "constant", "shuffled", "oracle"]
+VENUS = "venus"
+FAMILY: dict[str, PredictorName] = {
+    VENUS: "siblings",
+    "venus-constant": "constant",
+    "venus-shuffled": "shuffled",
+    "venus-oracle": "oracle",
+}
+"""The same policy with better and worse knowledge of what is left."""
+SWITCHES = tuple(name for name, kind in VenusConfig.__annotations__.items() if kind in (bool, "bool"))
+"""The mechanisms that an ablation switches off, one at a time."""
+OFF = "venus-without-"
+
+
+class UnknownArm(ValueError):
+    """There is no arm of that name; the message lists those there are."""
+
+
+class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to run a scenario. ``concurrency``: trajectories alive at once at most; None = no limit of its own."""
+
+    name: str
+    policy: str
+    predictor: PredictorName | None = None
+    venus: VenusConfig | None = None
+    options: dict[str, bool | int | float | str] = {}
+    concurrency: int | None = None
+
+    @property
+    def ours(self) -> bool:
+        return self.policy == VENUS
+
+
+def names() -> tuple[str, ...]:
+    """All arms but those of the ablation."""
+    return (*(name for name in REGISTRY if name not in FAMILY), *FAMILY)
+
+
+def arm(name: str) -> Arm:
+    """The arm of that name. Raises UnknownArm."""
+    if name in FAMILY:
+        return Arm(name, VENUS, FAMILY[name])
+    if name.startswith(OFF) and name.removeprefix(OFF) in SWITCHES:
+        config = msgspec.convert({name.removeprefix(OFF): False}, VenusConfig)
+        return Arm(name, VENUS, FAMILY[VENUS], config)
+    if name in REGISTRY:
+        return Arm(name, name)
+    raise UnknownArm(f"there is no policy {name!r}; there are {', '.join(names())}, {OFF}SWITCH")
+
+
+def prepare(contestant: Arm, scenario: Scenario, seed: int) -> tuple[Scenario, Policy]:
+    """The scenario as this arm runs it, and a fresh policy for it."""
+    if contestant.ours:
+        sync: Baseline = _OURS
+        policy: Policy = Venus(contestant.venus, _predictor(contestant, scenario, seed))
+    else:
+        sync = find(contestant.policy)
+        policy = sync.policy(concurrency=contestant.concurrency, **contestant.options)
+    policy.name = contestant.name
+    config = sync.config(scenario.scheduler)
+    fleet = msgspec.structs.replace(scenario.fleet, weight_update=sync.update(scenario.scheduler))
+    return msgspec.structs.replace(scenario, scheduler=config, fleet=fleet), policy
+
+
+_OURS = Baseline(VENUS, "the policy of this project", "", Venus)
+
+
+def _predictor(contestant: Arm, scenario: Scenario, seed: int) -> Predictor:
+    limits = Limits(
+        max_turns=getattr(scenario.workload, "max_turns", None),
+        max_tokens=getattr(scenario.workload, "max_output_tokens", None),
+        max_context=getattr(scenario.workload, "context_tokens", None),
+    )
+    makers: dict[PredictorName, Callable[[], Predictor]] = {
+        "siblings": lambda: Siblings(limits),
+        "constant": lambda: Constant(limits),
+        "shuffled": lambda: Shuffled(Siblings(limits), salt=str(seed)),
+        "oracle": lambda: Oracle(TrueLengths(scenario.workload, seed), limits),
+    }
+    assert set(makers) == set(get_args(PredictorName))
+    return makers[contestant.predictor or "siblings"]()
