@@ -267,7 +267,8 @@ class Engine:
         if not self.running:
             return True
         after = self.kv_running + request.own + self.cache.newly_pinned(request.group, request.shared)
-        return after <= self.capacity * (1 - self.spec.watermark)
+        # Without any room to grow (watermark 0) it would be preempted at this very instant, for ever.
+        return after < self.capacity and after <= self.capacity * (1 - self.spec.watermark)
 
     def _start(self, request: Request) -> None:
         """Admit: find what is cached, take room for the rest, queue its computation."""
