@@ -21,7 +21,7 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     late_binding: bool = True
     """What holds no KV goes wherever there is room; off: back to its last worker only."""
     sticky: bool = True
-    """Residents go on before anybody enters; off: order alone decides at every turn."""
+    """Residents go on before anybody enters; off: the first of the queue may take a resident's place at every turn."""
     pacing: bool = True
     """New trajectories start only where the working set still fits as it grows; off: wherever they fit now."""
     interference: bool = True
@@ -35,6 +35,8 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     watermark: float = 0.97
     """Share of a worker's KV that admission fills."""
+    overcommit: float = 1.1
+    """Share of a worker's KV that residents, half-way through what they have left, may come to need together."""
     refresh_s: float = 5.0
     """How often ranks follow the predictions when nothing structural happened."""
     ageing_s: float = 1800.0
@@ -51,8 +53,6 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A move must save that many times what it costs."""
     scan: int = 24
     """Waiting turns looked at when room appears: what a big one leaves unused, smaller ones behind it may use."""
-    sandbox_lookahead: int = 32
-    """Sandboxes asked for ahead of need once one was denied."""
 
     def __post_init__(self) -> None:
         if not 0 < self.watermark <= 1:

@@ -32,6 +32,9 @@ class Frontier:
     def level(self, group: str) -> int:
         return self._levels.get(group, BACKGROUND_LEVEL)
 
+    def knows(self, group: str) -> bool:
+        return group in self._places
+
     def place(self, group: str) -> int:
         """Its position among all open groups."""
         return self._places.get(group, 1 << 30)

@@ -9,10 +9,12 @@ followed every estimate would re-rank at every turn.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from venusrl.scheduling import events as ev
 from venusrl.scheduling.events import Event
 from venusrl.scheduling.policies import View
-from venusrl.scheduling.predictor import Forecast, Predictor
+from venusrl.scheduling.predictor import Predictor
 from venusrl.scheduling.window import Group
 
 _TOKEN_S = 0.02
@@ -22,13 +24,21 @@ _BATCH = 8
 """Sequences that decode beside one, for the price of a token."""
 
 
+class Left(NamedTuple):
+    """Of one trajectory, on average."""
+
+    seconds: float
+    growth: float
+    turns: float
+
+
 class Lengths:
     """See the module."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.token_s = _TOKEN_S
-        self._left: dict[str, float] = {}
+        self._left: dict[str, Left] = {}
         self._spent: dict[str, float] = {}
         self._since: dict[str, float] = {}
         self._total: dict[str, float] = {}
@@ -36,8 +46,6 @@ class Lengths:
 
     def observe(self, event: Event, view: View) -> None:
         self.predictor.observe(event, view.now)
-        if self.predictor.refit_due:
-            self.predictor.refit()
         match event:
             case ev.WorkerUp(costs=costs, kv_capacity=capacity) if costs is not None:
                 self.token_s = costs.step_s(_BATCH, capacity / 2)
@@ -52,7 +60,8 @@ class Lengths:
                 pass
 
     def forget(self, trajectory: str) -> None:
-        for table in (self._left, self._spent, self._since, self._total):
+        self._left.pop(trajectory, None)
+        for table in (self._spent, self._since, self._total):
             table.pop(trajectory, None)
 
     @property
@@ -62,10 +71,14 @@ class Lengths:
 
     def left(self, trajectory: str) -> float:
         """Seconds of work and tools until its verdict."""
-        left = self._left.get(trajectory)
-        if left is None:
-            left = self._left[trajectory] = self._seconds(self.forecast(trajectory))
-        return left
+        return self._ahead(trajectory).seconds
+
+    def growth(self, trajectory: str) -> float:
+        """Tokens by which its context still grows."""
+        return self._ahead(trajectory).growth
+
+    def turns(self, trajectory: str) -> float:
+        return self._ahead(trajectory).turns
 
     def total(self, trajectory: str) -> float:
         """The whole trajectory's seconds, as kept for order."""
@@ -83,12 +96,15 @@ class Lengths:
             left.append(missing * (max(left) if left else 1.0))
         return sum(left)
 
-    def forecast(self, trajectory: str) -> Forecast:
-        return self.predictor.forecast(trajectory)
+    def _ahead(self, trajectory: str) -> Left:
+        """Asked once a turn."""
+        left = self._left.get(trajectory)
+        if left is None:
+            forecast = self.predictor.forecast(trajectory)
+            work = forecast.tokens.mean * self.token_s + forecast.tool_s.mean + forecast.verify_s.mean
+            left = self._left[trajectory] = Left(work, forecast.context.mean, forecast.turns.mean)
+        return left
 
     def _spend(self, trajectory: str, seconds: float) -> None:
         self._spent[trajectory] = self._spent.get(trajectory, 0.0) + seconds
         self._left.pop(trajectory, None)
-
-    def _seconds(self, forecast: Forecast) -> float:
-        return forecast.tokens.mean * self.token_s + forecast.tool_s.mean + forecast.verify_s.mean

@@ -1,6 +1,6 @@
-"""Which worker a turn enters.
+"""What a turn costs on a worker.
 
-Owns: the price of a turn on a worker. Must not know: who else waits, whether a turn may run there.
+Owns: the price of entering a worker, and of a turn there. Must not know: who else waits, whether a turn may run there.
 
 The price is the time that the turn's trajectory needs there for a while (prefill of what the worker does not hold, then
 some turns of decoding beside all that lives there), so that faster and emptier workers are cheaper; equal prices go to
@@ -14,18 +14,26 @@ from venusrl.scheduling.ledger import Book
 from venusrl.scheduling.policies import PendingTurn
 
 _TURNS = 8
-"""Turns ahead that a choice is priced for."""
+"""Turns ahead that an entry is priced for."""
 
 
-def price(turn: PendingTurn, group: str, worker: Worker, book: Book, turn_tokens: float, held: int = 0) -> float:
-    """Seconds, or a share of the worker where its costs are unknown. ``held``: tokens of its KV that are there."""
-    need = book.need(group, turn.prompt_tokens + turn.resumed, turn.shared_prefix) if not held else 0
-    sessions = len(book.running) + len(book.idle) + (0 if held else 1)
+def price(turn: PendingTurn, worker: Worker, book: Book, turn_tokens: float) -> float:
+    """Of entering: seconds, or a share of the worker where its costs are unknown."""
+    tokens = turn.prompt_tokens + turn.resumed
+    need = book.need(turn.group, tokens, turn.shared_prefix)
     if worker.costs is None:
-        return (book.used + need) / max(1, book.capacity) + sessions / worker.slots
-    computed = need if not held else max(0, turn.prompt_tokens + turn.resumed - held)
-    prefill = worker.costs.prefill_s(computed, turn.prompt_tokens + turn.resumed - computed)
-    return prefill + _TURNS * turn_tokens * worker.costs.step_s(sessions, book.used + need)
+        return (book.used + need) / max(1, book.capacity) + len(worker.sessions) / worker.slots
+    prefill = worker.costs.prefill_s(need, tokens - need)
+    return prefill + _TURNS * turn_s(turn, worker, book, turn_tokens, 0)
+
+
+def turn_s(turn: PendingTurn, worker: Worker, book: Book, turn_tokens: float, held: int) -> float:
+    """Of decoding a turn beside all that lives there. ``held``: tokens of it that are there already."""
+    if worker.costs is None:
+        return 0.0
+    tokens = turn.prompt_tokens + turn.resumed
+    sessions = len(book.running) + len(book.idle) + (0 if held else 1)
+    return turn_tokens * worker.costs.step_s(sessions, book.used - held + tokens)
 
 
 def tie(worker: Worker) -> tuple[int, str]:

@@ -20,24 +20,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from venusrl.scheduling import events as ev
-from venusrl.scheduling.actions import Dispatch, Hold, ReleaseKV
+from venusrl.scheduling.actions import CreateSandbox, Dispatch, Hold, Migrate, ReleaseKV
 from venusrl.scheduling.events import Event
 from venusrl.scheduling.fleet import Worker
 from venusrl.scheduling.policies import Decision, PendingTurn, Policy, View
 from venusrl.scheduling.policies.venus import placement, reasons
+from venusrl.scheduling.policies.venus.admission import Admission
 from venusrl.scheduling.policies.venus.config import VenusConfig
 from venusrl.scheduling.policies.venus.frontier import BACKGROUND_LEVEL, DEADLINE_LEVEL, FRONTIER_LEVEL, Frontier
 from venusrl.scheduling.policies.venus.lengths import Lengths
+from venusrl.scheduling.policies.venus.relief import Relief
 from venusrl.scheduling.policies.venus.room import Room
+from venusrl.scheduling.policies.venus.sandboxes import Sandboxes
 from venusrl.scheduling.policies.venus.waiting import Key, Waiting
 from venusrl.scheduling.predictor import Predictor
 from venusrl.scheduling.predictor.siblings import Siblings
 from venusrl.types import StopReason
 
-_RESERVE = 1.5
-"""Room kept for a turn's generation, in average turns."""
-_PASSING = frozenset({"weights", "draining", "staleness_quota", reasons.NO_WORKER})
+_PASSING = frozenset({"weights", "draining", "staleness_quota", reasons.NO_WORKER, reasons.SANDBOX_PAUSED})
 """Reasons that are replaced by the next one; others stay until the turn goes."""
+_LEAST = 512
+"""Tokens of room below which the queue is not looked at."""
 
 
 class Venus(Policy):
@@ -50,17 +53,16 @@ class Venus(Policy):
         self.lengths = Lengths(Siblings() if predictor is None else predictor)
         self.frontier = Frontier(by_batch=self.settings.frontier)
         self.room = Room(by_value=self.settings.retention)
+        self.sandboxes = Sandboxes(self.frontier, pausing=self.settings.sandboxes)
         self.waiting = Waiting(self._key)
-        self._started: set[str] = set()
-        self._last_worker: dict[str, str] = {}
+        parts = (self.settings, self.room, self.frontier, self.lengths)
+        self.admission = Admission(*parts, self.waiting, self._level)
+        self.relief = Relief(*parts, self.admission)
         self._fresh: dict[str, None] = {}
         self._dirty: dict[str, None] = {}
         self._reasons: dict[str, str] = {}
-        self._claims: dict[str, str] = {}
-        self._preempted: dict[str, int] = {}
-        self._sent_at: dict[str, float] = {}
+        self._moving: dict[str, str] = {}
         self._seen = (-1, -1, -1, -1)
-        self._changes = -1
         self._refreshed_at = float("-inf")
         self._now = 0.0
 
@@ -68,6 +70,7 @@ class Venus(Policy):
     def observe(self, event: Event, view: View) -> None:
         self._now = view.now
         self.lengths.observe(event, view)
+        self.sandboxes.observe(event)
         match event:
             case ev.TurnRequested(trajectory=name):
                 self.room.end_gap(name, view.now)
@@ -76,16 +79,22 @@ class Venus(Policy):
             case ev.TurnDispatched(trajectory=name, worker=worker):
                 self._turn_dispatched(name, worker)
             case ev.VerificationStarted(trajectory=name):
-                self._dirty_if(self.room.forget(name))
+                self._look_at(self.room.forget(name))
             case ev.SandboxPaused(trajectory=name):
-                self._dirty_if(self.room.drop(name))
-            case ev.KVTransferred(trajectory=name, worker=worker, tokens=tokens) if tokens:
-                self.room.ledger.move(name, worker)
+                self._look_at(self.room.drop(name))
+                self.waiting.unseat(name)
+            case ev.SandboxReady():
+                self._look_at_all(view)
+            case ev.KVTransferred(trajectory=name, worker=worker, tokens=tokens):
+                self._transferred(name, worker, tokens)
             case ev.WorkerUp(worker=worker, kv_capacity=capacity):
                 self._worker_down(worker)
                 self.room.up(worker, capacity)
+                self._look_at(worker)
             case ev.WorkerDown(worker=worker):
                 self._worker_down(worker)
+            case ev.WorkerAcknowledged(worker=worker):
+                self._look_at(worker)
             case ev.TrajectoryFinished() | ev.TrajectoryFailed():
                 self._seen = (-1, -1, -1, -1)
             case _:
@@ -95,35 +104,49 @@ class Venus(Policy):
         holding = self.room.ledger.held(name)
         worker = None if holding is None else view.workers.get(holding.worker)
         tokens = 0 if holding is None else holding.tokens + generated
+        self.relief.stopped(name)
         if aborted:
             self.room.ledger.stop(name, tokens)
         else:
             self.room.begin_gap(name, tokens, view.now, worker)
-        self._sent_at.pop(name, None)
         if holding is not None:
-            self._dirty[holding.worker] = None
+            self._look_at(holding.worker)
 
     def _turn_dispatched(self, name: str, worker: str) -> None:
         """Somebody else may have sent it elsewhere."""
         holding = self.room.ledger.held(name)
         if holding is not None and holding.worker != worker and worker in self.room.ledger.books:
-            self._dirty_if(holding.worker)
+            self._look_at(holding.worker)
             self.room.ledger.start(name, holding.group, worker, holding.tokens, holding.prefix, holding.reserve)
+
+    def _transferred(self, name: str, worker: str, tokens: int) -> None:
+        self._moving.pop(name, None)
+        holding = self.room.ledger.held(name)
+        if holding is not None:
+            self._look_at(holding.worker)
+        if tokens and worker in self.room.ledger.books:
+            self.room.ledger.move(name, worker)
+            self.waiting.seat(name, worker)
+            self._look_at(worker)
 
     def _worker_down(self, worker: str) -> None:
         for name in self.waiting.residents(worker):
             self.waiting.unseat(name)
         self.room.down(worker)
-        self._claims.pop(worker, None)
+        self.admission.claims.pop(worker, None)
 
-    def _dirty_if(self, worker: str | None) -> None:
+    def _look_at(self, worker: str | None) -> None:
         if worker is not None:
             self._dirty[worker] = None
+
+    def _look_at_all(self, view: View) -> None:
+        if len(self.waiting):
+            self._dirty.update(dict.fromkeys(view.workers))
 
     def add(self, turn: PendingTurn) -> None:
         holding = self.room.ledger.held(turn.trajectory)
         if holding is not None and holding.running:
-            # It was aborted with its worker, or with its connection.
+            # Its connection was lost, and nobody said that the turn ended.
             self.room.ledger.stop(turn.trajectory, turn.prompt_tokens + turn.resumed)
         self.waiting.add(turn, None if holding is None else holding.worker)
         self._fresh[turn.trajectory] = None
@@ -131,12 +154,13 @@ class Venus(Policy):
 
     def remove(self, trajectory: str) -> None:
         self.waiting.remove(trajectory)
-        self._dirty_if(self.room.forget(trajectory))
-        self.lengths.forget(trajectory)
-        self._started.discard(trajectory)
-        for table in (self._last_worker, self._fresh, self._reasons, self._preempted, self._sent_at):
-            table.pop(trajectory, None)
-        self._unclaim(trajectory)
+        self._look_at(self.room.forget(trajectory))
+        for part in (self.lengths, self.sandboxes, self.admission, self.relief):
+            part.forget(trajectory)
+        self._fresh.pop(trajectory, None)
+        self._reasons.pop(trajectory, None)
+        self._moving.pop(trajectory, None)
+        self._dirty.update(dict.fromkeys(self.relief.release(trajectory)))
 
     # --- order ---------------------------------------------------------------------------------------------
     def _level(self, turn: PendingTurn) -> int:
@@ -147,11 +171,11 @@ class Venus(Policy):
 
     def _key(self, turn: PendingTurn) -> Key:
         level = self._level(turn)
-        started = turn.trajectory in self._started
         total = self.lengths.total(turn.trajectory) if self.settings.longest_first else 0.0
         if level != BACKGROUND_LEVEL:
-            return (level, 0, 0, -total, turn.requested_at)
-        return (level, self.frontier.place(turn.group), 0 if started else 1, -total, turn.requested_at)
+            return (level, -total, turn.requested_at)
+        place, unstarted = self.frontier.place(turn.group), not self.admission.started(turn.trajectory)
+        return (level, place, unstarted, -total, turn.requested_at)
 
     def _refresh(self, view: View) -> None:
         window = view.window
@@ -162,26 +186,23 @@ class Venus(Policy):
         needs = {name: self.lengths.group(group) for name, group in window.open.items()}
         self.frontier.refresh(view, lambda group: needs[group.name])
         self.waiting.reorder()
-        self._touch(view)
-
-    def _touch(self, view: View) -> None:
-        if len(self.waiting):
-            self._dirty.update(dict.fromkeys(view.workers))
+        self.sandboxes.reordered()
+        self._look_at_all(view)
 
     # --- deciding --------------------------------------------------------------------------------------------
     def decide(self, view: View) -> Iterator[Decision]:
         self._now = view.now
         self._refresh(view)
-        if view.changes != self._changes:
-            self._changes = view.changes
-            self._touch(view)
         self._dirty.update(dict.fromkeys(sorted(self.room.expire(view.now))))
         fresh, self._fresh = self._fresh, {}
         for trajectory in fresh:
             turn = self.waiting.turns.get(trajectory)
             if turn is not None:
                 yield from self._arrive(turn, view)
+        yield from self.sandboxes.decide(view, self.waiting.last())
         self._claim(view)
+        if self.settings.preemption and self.admission.claims:
+            yield from self.relief.preempt(view, self.waiting.turns)
         while self._dirty:
             name = next(iter(self._dirty))
             del self._dirty[name]
@@ -190,6 +211,9 @@ class Venus(Policy):
                 yield from self._trim(worker)
                 if len(self.waiting):
                     yield from self._serve(worker, view)
+
+    def sandbox(self, trajectory: str, view: View) -> CreateSandbox | None:
+        return self.sandboxes.opened(trajectory, view)
 
     def wake_at(self, view: View) -> float | None:
         if not len(self.waiting):
@@ -203,11 +227,11 @@ class Venus(Policy):
         if home is not None:
             yield from self._go_on(turn, view.workers[home], view)
             return
-        reason = view.held(turn) or (reasons.KV if view.workers else reasons.NO_WORKER)
+        reason = self._barred(turn, view) or (reasons.KV if view.workers else reasons.NO_WORKER)
         if reason == reasons.KV and self._among_first(turn):
             willing: list[tuple[float, Worker, list[str]]] = []
             for worker in view.workers.values():
-                answer = self._admit(turn, worker, view)
+                answer = self.admission.enter(turn, worker, view)
                 if isinstance(answer, str):
                     reason = answer
                 else:
@@ -217,6 +241,10 @@ class Venus(Policy):
                 yield from self._send(turn, worker, victims, self._entry(turn))
                 return
         yield from self._hold(turn, reason)
+
+    def _barred(self, turn: PendingTurn, view: View) -> str | None:
+        """Why it may go nowhere now."""
+        return reasons.SANDBOX_PAUSED if self.sandboxes.away(turn.trajectory) else view.held(turn)
 
     def _among_first(self, turn: PendingTurn) -> bool:
         if self.waiting.queued <= self.settings.scan:
@@ -235,15 +263,20 @@ class Venus(Policy):
         for turn in self.waiting.first(4 * self.settings.scan):
             if tried >= self.settings.scan or len(worker.running) >= worker.slots:
                 break
-            if view.held(turn) is not None:
+            if self._barred(turn, view) is not None:
                 continue
-            answer = self._admit(turn, worker, view)
-            if isinstance(answer, str):
-                tried += 1
-                if self._reasons.get(turn.trajectory) in _PASSING:
-                    yield from self._hold(turn, answer)
+            answer = self.admission.enter(turn, worker, view)
+            if not isinstance(answer, str):
+                yield from self._send(turn, worker, answer, self._entry(turn))
                 continue
-            yield from self._send(turn, worker, answer, self._entry(turn))
+            tried += 1
+            if self._reasons.get(turn.trajectory) in _PASSING:
+                yield from self._hold(turn, answer)
+            if self._level(turn) == BACKGROUND_LEVEL and not self._has_room(worker):
+                break
+
+    def _has_room(self, worker: Worker) -> bool:
+        return self.room.ledger.books[worker.name].free + self.room.spare(worker.name) >= _LEAST
 
     def _trim(self, worker: Worker) -> Iterator[Decision]:
         """Turns that generated more than was kept for them may leave less than nothing: the least valuable goes."""
@@ -252,114 +285,68 @@ class Venus(Policy):
             least = min(book.idle, key=lambda name: (self.room.value(name, self._now, worker), name))
             yield from self._evict(least, reasons.DISPLACED)
 
-    def _go_on(self, turn: PendingTurn, worker: Worker, view: View) -> Iterator[Decision]:
+    # --- residents ---------------------------------------------------------------------------------------------
+    def _go_on(self, turn: PendingTurn, home: Worker, view: View) -> Iterator[Decision]:
         """A resident's next turn."""
-        reason = view.refusal(turn, worker)
-        if reason is None and len(worker.running) >= worker.slots:
+        name = turn.trajectory
+        reason = reasons.TRANSFER if name in self._moving else view.refusal(turn, home)
+        if reason is None and len(home.running) >= home.slots:
             reason = reasons.SLOTS
         if reason is not None:
             yield from self._hold(turn, reason)
-            return
-        if self._claims.get(worker.name, turn.trajectory) != turn.trajectory and self._level(turn) == BACKGROUND_LEVEL:
-            yield from self._evict(turn.trajectory, reasons.DISPLACED)
-            yield from self._hold(turn, reasons.KV)
-            return
-        holding = self.room.ledger.held(turn.trajectory)
-        assert holding is not None, "a resident holds KV"
-        growth = turn.prompt_tokens + turn.resumed - holding.tokens + self._reserve(turn)
-        victims = self.room.find(worker.name, growth, 1.0, self._worse(turn, worker), turn.trajectory)
-        if victims is None:
+        elif self._yields(turn, home):
+            yield from self._evict(name, reasons.DISPLACED)
             yield from self._hold(turn, reasons.KV)
         else:
-            yield from self._send(turn, worker, victims, reasons.RESIDENT)
+            victims = self.admission.go_on(turn, home, self._now)
+            target = self._elsewhere(turn, home, view, stuck=victims is None)
+            if target is not None:
+                yield from self._move(turn, home, target)
+            elif victims is None:
+                yield from self._hold(turn, reasons.KV)
+            else:
+                yield from self._send(turn, home, victims, reasons.RESIDENT)
 
-    def _admit(self, turn: PendingTurn, worker: Worker, view: View) -> list[str] | str:
-        """Whose KV must go for it to enter the worker, or why it may not."""
-        refusal = view.refusal(turn, worker)
-        if refusal is not None:
-            return refusal
-        if len(worker.running) >= worker.slots:
-            return reasons.SLOTS
-        if self._claims.get(worker.name, turn.trajectory) != turn.trajectory:
-            return reasons.KV
-        started = turn.trajectory in self._started
-        if started and not self.settings.late_binding:
-            last = self._last_worker.get(turn.trajectory)
-            if last != worker.name and last in view.workers:
-                return reasons.KV
-        level = self._level(turn)
-        book = self.room.ledger.books[worker.name]
-        need = book.need(turn.group, turn.prompt_tokens + turn.resumed, turn.shared_prefix) + self._reserve(turn)
-        limit = self.settings.watermark
-        if level == BACKGROUND_LEVEL and not started and self.settings.pacing:
-            limit *= 0.95
-        yielding: Iterator[str] = iter(())
-        if level < BACKGROUND_LEVEL and view.now - turn.requested_at >= self.settings.displace_after_s:
-            yielding = self._background(worker)
-        victims = self.room.find(worker.name, need, limit, yielding)
-        return reasons.KV if victims is None else victims
+    def _yields(self, turn: PendingTurn, home: Worker) -> bool:
+        """Whether it makes room for somebody more urgent, at this boundary of turns."""
+        owner = self.admission.claims.get(home.name, turn.trajectory)
+        if owner != turn.trajectory and self._level(turn) == BACKGROUND_LEVEL:
+            return True
+        if self.settings.sticky or not self.waiting.queued or self._has_room(home):
+            return False
+        return self.waiting.key(self.waiting.first(1)[0].trajectory) < self.waiting.key(turn.trajectory)
 
-    def _worse(self, turn: PendingTurn, worker: Worker) -> Iterator[str]:
-        """Who yields to a resident that cannot go on: residents that wait behind it, then idle background."""
-        key = self.waiting.key(turn.trajectory)
-        for name in reversed(self.waiting.residents(worker.name)):
-            if self.waiting.key(name) > key:
-                yield name
-        level = self._level(turn)
-        place = self.frontier.place(turn.group)
-        idle = [
-            h
-            for h in self.room.ledger.books[worker.name].idle.values()
-            if self.room.in_gap(h.trajectory)
-            and (self.frontier.level(h.group), self.frontier.place(h.group)) > (level, place)
-        ]
-        idle.sort(key=lambda h: (-self.frontier.place(h.group), self.room.value(h.trajectory, self._now, worker)))
-        yield from (h.trajectory for h in idle)
+    def _elsewhere(self, turn: PendingTurn, home: Worker, view: View, *, stuck: bool) -> Worker | None:
+        """Where to move to. Only while nobody waits for the room there; and where sessions are so many fewer that a
+        look is worth it, unless it is ``stuck`` at home."""
+        if not self.settings.migration or self.waiting.queued:
+            return None
+        fewest = min(len(w.sessions) for w in view.workers.values())
+        if not stuck and len(home.sessions) <= fewest + 1:
+            return None
+        return self.relief.better(turn, home, view)
 
-    def _background(self, worker: Worker) -> Iterator[str]:
-        """Residents behind the frontier that are not decoding: those that wait, then the least valuable."""
-        for name in reversed(self.waiting.residents(worker.name)):
-            if self._level(self.waiting.turns[name]) == BACKGROUND_LEVEL:
-                yield name
-        idle = [
-            h.trajectory
-            for h in self.room.ledger.books[worker.name].idle.values()
-            if self.room.in_gap(h.trajectory) and self.frontier.level(h.group) == BACKGROUND_LEVEL
-        ]
-        yield from sorted(idle, key=lambda name: self.room.value(name, self._now, worker))
+    def _move(self, turn: PendingTurn, home: Worker, target: Worker) -> Iterator[Decision]:
+        name, costs = turn.trajectory, home.costs
+        self.relief.moved(name)
+        tokens = turn.prompt_tokens + turn.resumed
+        if costs is not None and costs.transfer_s(tokens) < costs.prefill_s(tokens):
+            self._moving[name] = target.name
+            yield from self._hold(turn, reasons.TRANSFER)
+            yield Migrate(reasons.MIGRATED, name, target.name)
+        else:
+            yield from self._evict(name, reasons.MOVED)
+            yield from self._send(turn, target, [], reasons.MOVED)
 
-    # --- claims ---------------------------------------------------------------------------------------------
+    # --- patience ---------------------------------------------------------------------------------------------
     def _claim(self, view: View) -> None:
-        """The first of the queue, if it waited too long, keeps the room of a worker for itself."""
-        if not self.waiting.queued or len(self._claims) > len(view.workers) // 8:
+        """The first of the queue, if it is of the frontier and waited too long, keeps a worker's room for itself."""
+        if not self.waiting.queued:
             return
         turn = self.waiting.first(1)[0]
         waited = view.now - turn.requested_at >= self.settings.claim_after_s
-        if not waited or self._level(turn) == BACKGROUND_LEVEL or turn.trajectory in self._claims.values():
-            return
-        if view.held(turn) is not None:
-            return
-        willing = [w for w in view.workers.values() if w.name not in self._claims and view.refusal(turn, w) is None]
-        if willing:
-            worker = max(willing, key=lambda w: (self._gain(w), w.name))
-            self._claims[worker.name] = turn.trajectory
-            self._dirty[worker.name] = None
-
-    def _gain(self, worker: Worker) -> int:
-        """Room there if all background yielded."""
-        book = self.room.ledger.books[worker.name]
-        critical = [
-            h
-            for table in (book.running, book.idle)
-            for h in table.values()
-            if self.frontier.level(h.group) != BACKGROUND_LEVEL
-        ]
-        return book.capacity - sum(h.own + h.reserve for h in critical)
-
-    def _unclaim(self, trajectory: str) -> None:
-        for worker in [w for w, owner in self._claims.items() if owner == trajectory]:
-            del self._claims[worker]
-            self._dirty[worker] = None
+        if waited and self._level(turn) != BACKGROUND_LEVEL and self._barred(turn, view) is None:
+            self._look_at(self.relief.claim(turn, view))
 
     # --- carrying out -----------------------------------------------------------------------------------------
     def _send(self, turn: PendingTurn, worker: Worker, victims: list[str], reason: str) -> Iterator[Decision]:
@@ -368,12 +355,12 @@ class Venus(Policy):
         name = turn.trajectory
         self.waiting.remove(name)
         tokens = turn.prompt_tokens + turn.resumed
-        self.room.ledger.start(name, turn.group, worker.name, tokens, turn.shared_prefix, self._reserve(turn))
-        self._started.add(name)
-        self._last_worker[name] = worker.name
+        reserve = self.admission.reserve(turn)
+        self.room.ledger.start(name, turn.group, worker.name, tokens, turn.shared_prefix, reserve)
+        self.admission.sent(name, worker.name)
+        self.relief.sent(turn, self._now)
         self._reasons.pop(name, None)
-        self._sent_at[name] = self._now
-        self._unclaim(name)
+        self._dirty.update(dict.fromkeys(self.relief.release(name)))
         yield Dispatch(reason, name, turn.turn, worker.name, BACKGROUND_LEVEL - self._level(turn))
 
     def _evict(self, trajectory: str, reason: str) -> Iterator[Decision]:
@@ -387,9 +374,6 @@ class Venus(Policy):
             self._reasons[turn.trajectory] = reason
             yield Hold(reason, turn.trajectory, turn.turn)
 
-    def _reserve(self, turn: PendingTurn) -> int:
-        return min(turn.max_tokens, int(_RESERVE * self.lengths.turn_tokens) + 1)
-
     def _entry(self, turn: PendingTurn) -> str:
         level = self.frontier.level(turn.group)
         if level == BACKGROUND_LEVEL:
@@ -397,5 +381,4 @@ class Venus(Policy):
         return reasons.DEADLINE if level == DEADLINE_LEVEL else reasons.FRONTIER
 
     def _price(self, turn: PendingTurn, worker: Worker) -> float:
-        book = self.room.ledger.books[worker.name]
-        return placement.price(turn, turn.group, worker, book, self.lengths.turn_tokens)
+        return placement.price(turn, worker, self.room.ledger.books[worker.name], self.lengths.turn_tokens)

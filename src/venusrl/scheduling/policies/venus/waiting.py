@@ -62,6 +62,12 @@ class Waiting:
             del self._residents[home][trajectory]
             insort(self._queue, (self._keys[trajectory], trajectory))
 
+    def seat(self, trajectory: str, home: str) -> None:
+        """Its KV is on that worker now."""
+        turn = self.remove(trajectory)
+        if turn is not None:
+            self.add(turn, home)
+
     def home(self, trajectory: str) -> str | None:
         return self._homes.get(trajectory)
 

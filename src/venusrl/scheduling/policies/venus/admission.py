@@ -1,0 +1,150 @@
+"""Who may enter a worker, and whose KV goes for it.
+
+Owns: the started set (trajectories whose first turn went out), and the rules of entry: room now, room as the working
+set grows (pacing), the frontier's speed (interference), workers claimed by somebody else. Must not know: the order of
+those who ask, versions.
+
+A trajectory enters a worker when its context and a turn's generation fit under the watermark. One that starts anew
+must also fit as what lives there grows: every resident counts with the context it will have half-way through what it
+has left, for as some end others start. Background enters only while the step time of the frontier's trajectories there
+stays within a share of what it would be without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from venusrl.scheduling.fleet import Worker
+from venusrl.scheduling.policies import PendingTurn, View
+from venusrl.scheduling.policies.venus import reasons
+from venusrl.scheduling.policies.venus.config import VenusConfig
+from venusrl.scheduling.policies.venus.frontier import BACKGROUND_LEVEL, Frontier
+from venusrl.scheduling.policies.venus.lengths import Lengths
+from venusrl.scheduling.policies.venus.room import Room
+from venusrl.scheduling.policies.venus.waiting import Waiting
+
+_RESERVE = 1.5
+"""Room kept for a turn's generation, in average turns."""
+
+
+class Admission:
+    """See the module. ``level``: of a turn's group, or better by age."""
+
+    def __init__(
+        self,
+        settings: VenusConfig,
+        room: Room,
+        frontier: Frontier,
+        lengths: Lengths,
+        waiting: Waiting,
+        level: Callable[[PendingTurn], int],
+    ) -> None:
+        self.claims: dict[str, str] = {}
+        """Workers whose room is kept for one trajectory."""
+        self._settings = settings
+        self._room = room
+        self._frontier = frontier
+        self._lengths = lengths
+        self._waiting = waiting
+        self._level = level
+        self._last: dict[str, str] = {}
+        """Where each started trajectory ran last."""
+
+    def started(self, trajectory: str) -> bool:
+        return trajectory in self._last
+
+    def sent(self, trajectory: str, worker: str) -> None:
+        self._last[trajectory] = worker
+
+    def forget(self, trajectory: str) -> None:
+        self._last.pop(trajectory, None)
+
+    def reserve(self, turn: PendingTurn) -> int:
+        """Tokens kept for what the turn will generate."""
+        return min(turn.max_tokens, int(_RESERVE * self._lengths.turn_tokens) + 1)
+
+    def enter(self, turn: PendingTurn, worker: Worker, view: View) -> list[str] | str:
+        """Whose KV must go for it to enter the worker, or why it may not."""
+        refusal = view.refusal(turn, worker)
+        if refusal is not None:
+            return refusal
+        if len(worker.running) >= worker.slots:
+            return reasons.SLOTS
+        if self._is_kept(turn, worker, view):
+            return reasons.KV
+        book = self._room.ledger.books[worker.name]
+        tokens = turn.prompt_tokens + turn.resumed
+        need = book.need(turn.group, tokens, turn.shared_prefix) + self.reserve(turn)
+        background = self._level(turn) == BACKGROUND_LEVEL
+        if background and self._settings.interference and self._disturbs(need, worker):
+            return reasons.INTERFERENCE
+        if self._settings.pacing and not self.started(turn.trajectory) and self._outgrows(turn, need, worker):
+            return reasons.PACING
+        waited = view.now - turn.requested_at
+        urgent = not background and waited >= self._settings.displace_after_s
+        yielding = self.background(worker, view.now) if urgent else iter(())
+        victims = self._room.find(worker.name, need, self._settings.watermark, yielding)
+        return reasons.KV if victims is None else victims
+
+    def go_on(self, turn: PendingTurn, worker: Worker, now: float) -> list[str] | None:
+        """Whose KV must go for a resident's next turn; None if nothing there yields to it."""
+        holding = self._room.ledger.held(turn.trajectory)
+        assert holding is not None, "a resident holds KV"
+        growth = turn.prompt_tokens + turn.resumed - holding.tokens + self.reserve(turn)
+        return self._room.find(worker.name, growth, 1.0, self._worse(turn, worker, now), turn.trajectory)
+
+    def background(self, worker: Worker, now: float) -> Iterator[str]:
+        """Residents behind the frontier that are not decoding: those that wait, then the least valuable."""
+        for name in reversed(self._waiting.residents(worker.name)):
+            if self._level(self._waiting.turns[name]) == BACKGROUND_LEVEL:
+                yield name
+        idle = [
+            h.trajectory
+            for h in self._room.ledger.books[worker.name].idle.values()
+            if self._room.in_gap(h.trajectory) and self._frontier.level(h.group) == BACKGROUND_LEVEL
+        ]
+        yield from sorted(idle, key=lambda name: self._room.value(name, now, worker))
+
+    def _is_kept(self, turn: PendingTurn, worker: Worker, view: View) -> bool:
+        if self.claims.get(worker.name, turn.trajectory) != turn.trajectory:
+            return True
+        last = self._last.get(turn.trajectory)
+        bound = last is not None and not self._settings.late_binding
+        return bound and last != worker.name and last in view.workers
+
+    def _worse(self, turn: PendingTurn, worker: Worker, now: float) -> Iterator[str]:
+        """Who yields to a resident that cannot go on: residents that wait behind it, then idle ones of later groups."""
+        key = self._waiting.key(turn.trajectory)
+        for name in reversed(self._waiting.residents(worker.name)):
+            if self._waiting.key(name) > key:
+                yield name
+        mine = (self._level(turn), self._frontier.place(turn.group))
+        idle = [
+            h
+            for h in self._room.ledger.books[worker.name].idle.values()
+            if self._room.in_gap(h.trajectory) and (self._frontier.level(h.group), self._frontier.place(h.group)) > mine
+        ]
+        idle.sort(key=lambda h: (-self._frontier.place(h.group), self._room.value(h.trajectory, now, worker)))
+        yield from (h.trajectory for h in idle)
+
+    def _disturbs(self, need: int, worker: Worker) -> bool:
+        """Whether ``need`` more tokens slow the frontier's trajectories there beyond the configured share."""
+        if worker.costs is None:
+            return False
+        book = self._room.ledger.books[worker.name]
+        critical = [h for h in book.running.values() if self._frontier.level(h.group) != BACKGROUND_LEVEL]
+        if not critical:
+            return False
+        alone = worker.costs.step_s(len(critical), sum(h.tokens for h in critical))
+        beside = worker.costs.step_s(len(book.running) + 1, book.context + need)
+        return beside > (1 + self._settings.interference_share) * alone
+
+    def _outgrows(self, turn: PendingTurn, need: int, worker: Worker) -> bool:
+        """Whether the worker's residents and it come to need more than there is, each half-way through its rest."""
+        book = self._room.ledger.books[worker.name]
+        residents = (*book.running, *book.idle)
+        if not residents:
+            return False
+        growth = sum(self._lengths.growth(name) for name in residents) + self._lengths.growth(turn.trajectory)
+        spare = self._room.spare(worker.name)
+        return book.used - spare + need + growth / 2 > self._settings.overcommit * book.capacity
