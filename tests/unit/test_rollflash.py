@@ -57,10 +57,17 @@ def all_of(*groups: int) -> list[str]:
 
 
 def test_members_of_a_group_share_a_worker_and_groups_spread() -> None:
-    bench = Bench(RollFlash(), workers=2)
+    bench = Bench(RollFlash(affinity="prompt"), workers=2)
     bench.ask(*all_of(0, 1, 2, 3))
     workers = [{bench.where[name] for name in all_of(group)} for group in range(4)]
     assert workers == [{"w0"}, {"w1"}, {"w0"}, {"w1"}]
+
+
+def test_episodes_spread_over_the_workers_with_most_room() -> None:
+    bench = Bench(RollFlash(), workers=2)
+    bench.ask(*all_of(0, 1, 2, 3))
+    assert [bench.where[name] for name in all_of(0, 1)] == ["w0", "w1", "w0", "w1"]
+    assert sorted(bench.where.values()) == ["w0"] * 4 + ["w1"] * 4
 
 
 def test_what_exceeds_the_running_limit_waits_in_the_order_it_came() -> None:
@@ -84,7 +91,7 @@ def test_a_trajectory_stays_where_it_is_while_its_worker_drains() -> None:
 
 
 def test_turns_of_a_dead_worker_and_groups_that_belonged_to_it_move() -> None:
-    bench = Bench(RollFlash(), workers=2)
+    bench = Bench(RollFlash(affinity="prompt"), workers=2)
     bench.ask("g0/0", "g0/1")
     bench.tell(ev.WorkerDown("w0"))
     assert bench.ask("g0/0", "g0/1") == [("g0/0", "w1"), ("g0/1", "w1")]

@@ -160,8 +160,7 @@ _ALL = (
     ),
     Baseline(
         "rollflash",
-        "queue scheduling, prompt affinity, 128 running requests a worker; a batch takes the oldest; the staleness"
-        " bound is ceil(alpha)",
+        "queue scheduling, 128 running requests a worker; a batch takes the oldest; the staleness bound is ceil(alpha)",
         _ROLL,
         RollFlash,
         weight_update="abort",

@@ -4,9 +4,11 @@ Owns: the order of waiting turns and the choice of a worker as ROLL does them. M
 How many groups are outstanding and which a batch takes is the window's business (``registry`` sets its mode): ROLL's
 cumulative budget, ceil(alpha * B) and B more at each step, is the window; both of its ways to consume are modes.
 
-``RollFlash`` (RLVR): every trajectory is a request stream of its own and goes out as soon as the window lets it.
-Members of a group share a worker (prompt affinity); a worker has at most ``max_running`` requests in flight, and what
-exceeds that waits in the order it came. The router's "best fit" is read as the worker with most room.
+``RollFlash`` (RLVR): every trajectory is a request stream of its own and goes out as soon as the window lets it. It
+stays on one worker: ``affinity`` "episode" (as ROLL routes environments, the better choice for episodes of many turns)
+gives each trajectory the worker with most room, "prompt" (as it routes single turns) all members of a group the same
+one. The router's "best fit" is read as most room. A worker has at most ``max_running`` requests in flight, and what
+exceeds that waits in the order it came.
 
 ``RollFlashAgentic``: an environment plays one episode at a time, and there are G of them in each of ``env_groups``
 queues (by default B), whatever alpha is. The task of ordinal o belongs to queue o mod ``env_groups``; a free
@@ -20,6 +22,7 @@ import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from venusrl.scheduling.actions import Dispatch
 from venusrl.scheduling.fleet import Worker
@@ -35,9 +38,12 @@ class RollFlash(Policy):
 
     name = "rollflash"
 
-    def __init__(self, *, max_running: int = 128) -> None:
+    def __init__(self, *, max_running: int = 128, affinity: Literal["episode", "prompt"] = "episode") -> None:
         if max_running < 1:
             raise ValueError(f"max_running is at least 1, not {max_running}")
+        if affinity not in ("episode", "prompt"):
+            raise ValueError(f"there is no affinity {affinity!r}; there are episode and prompt")
+        self._by_prompt = affinity == "prompt"
         self._limit = max_running
         self._waiting: dict[str, PendingTurn] = {}
         self._fresh: dict[str, None] = {}
@@ -99,10 +105,10 @@ class RollFlash(Policy):
             return home, ""
         if not view.workers:
             return None, "no_worker"
-        name = self._group_worker.get(turn.group)
+        name = self._group_worker.get(turn.group) if self._by_prompt else None
         if name is None:
-            roomiest = min(view.workers.values(), key=lambda w: (self._load(w), w.chosen, w.name))
-            name = self._group_worker[turn.group] = roomiest.name
+            name = min(view.workers.values(), key=lambda w: (self._load(w), w.chosen, w.name)).name
+            self._group_worker[turn.group] = name
         return view.workers[name], ""
 
     def _load(self, worker: Worker) -> int:
