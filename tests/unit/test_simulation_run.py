@@ -108,7 +108,9 @@ def test_one_trajectory_takes_what_its_parts_take() -> None:
     assert (result.trained_tokens, result.trained_length) == (120, 1170)
     assert (result.prefill_tokens, result.cached_tokens, result.decode_tokens) == (1050, 1100, 120)
     assert result.trainer_idle_s == pytest.approx(rollout)
-    assert [(b.reason, b.end) for b in result.blocked] == [("groups", pytest.approx(rollout))]
+    [blocked] = result.blocked
+    assert blocked.reason == "groups"
+    assert blocked.end == pytest.approx(rollout)
 
 
 @pytest.mark.parametrize("alpha", ["0", "0.5", "1", "2"])
@@ -249,7 +251,7 @@ def test_groups_without_variance_are_refilled_as_configured() -> None:
 
 
 def test_dropped_groups_are_reissued_with_other_samples() -> None:
-    class Straggler(Same):
+    class Straggler(Same, frozen=True):
         def script(self, seed: int, ordinal: int, index: int, attempt: int) -> Script:
             slow = ordinal == 0 and attempt == 0
             return Script(100, 50, (TurnScript(10, 5000.0 if slow else 1.0, 10), TurnScript(10)))
