@@ -213,6 +213,32 @@ def test_a_program_larger_than_its_worker_waits_1800_s_for_an_empty_one_unless_r
         assert proxy.at(5.0) == {"giant": "w0"}
 
 
+def test_what_waited_too_long_runs_where_it_was_before() -> None:
+    proxy = Proxy(2000, 2000, release=False)
+    for name, prompt in (("a", 1500), ("b", 1200)):
+        proxy.ask(name, prompt)
+        proxy.answer(name, 0)
+    proxy.ask("a", 2000)
+    proxy.at(5.0)  # a is marked.
+    proxy.answer("a", 0)
+    proxy.ask("c", 1900)
+    proxy.at(10.0)  # c takes the place of a.
+    assert proxy.where == {"c": "w0"}
+    proxy.ask("a", 2050)
+    assert proxy.at(1809.0) == {}
+    assert proxy.at(1810.0) == {"a": "w0"}
+
+
+def test_a_program_that_had_one_request_counts_as_new_even_while_it_acts() -> None:
+    proxy = Proxy(1000)
+    proxy.ask("a", 700)
+    proxy.answer("a", 300)
+    proxy.at(5.0)  # a is paused, after one request.
+    proxy.ask("b", 750)
+    assert proxy.at(10.0) == {"b": "w0"}
+    assert proxy.ask("a", 1000) == {"a": "capacity"}
+
+
 def test_by_default_flags_capacity_never_frees() -> None:
     """The ninth defect: without release and without decay, programs that ended keep their room until the timeout."""
     for options, freed in (({"release": False}, False), ({}, True), ({"release": False, "decay": True}, True)):

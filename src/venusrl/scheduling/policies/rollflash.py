@@ -5,10 +5,10 @@ How many groups are outstanding and which a batch takes is the window's business
 cumulative budget, ceil(alpha * B) and B more at each step, is the window; both of its ways to consume are modes.
 
 ``RollFlash`` (RLVR): every trajectory is a request stream of its own and goes out as soon as the window lets it. It
-stays on one worker: ``affinity`` "episode" (as ROLL routes environments, the better choice for episodes of many turns)
-gives each trajectory the worker with most room, "prompt" (as it routes single turns) all members of a group the same
-one. The router's "best fit" is read as most room. A worker has at most ``max_running`` requests in flight, and what
-exceeds that waits in the order it came.
+stays on one worker: ``affinity`` "episode" (ROLL's ``enable_sample_level_affinity``, the better choice for episodes of
+many turns) gives each trajectory the worker with most room, "prompt" all members of a group the same one. The router's
+"best fit" is read as most room. A worker has at most ``max_running`` requests in flight, and what exceeds that waits in
+the order it came.
 
 ``RollFlashAgentic``: an environment plays one episode at a time, and there are G of them in each of ``env_groups``
 queues (by default B), whatever alpha is. The task of ordinal o belongs to queue o mod ``env_groups``; a free

@@ -7,7 +7,7 @@ A program is *reasoning* from a request to its end, *acting* until the next. Eve
 resumed, then each worker over capacity pauses its smallest acting program, or marks its smallest reasoning one to be
 paused when its turn ends, until it is within. Resumed are first those in the middle (reasoning), then new ones, then
 acting ones, smallest first, whoever still fits beside those before; the largest is placed first, on the worker with
-most room, wherever it was before. What waited ``timeout_s`` runs anyway.
+most room, wherever it was before. What waited ``timeout_s`` runs anyway, where it was before.
 
 ``faithful`` keeps what its source does and should not: marked programs are not counted as relief, so that one round
 marks every reasoning program; a group's common prefix counts once a member; the order of resuming uses sizes of
@@ -243,7 +243,8 @@ class ThunderAgent(Policy):
                 return
             heapq.heappop(self._timeouts)
             if waits and program is not None:
-                self._place(program, min(self.backends.values(), key=lambda b: (b.active, b.name)))
+                fewest = min(self.backends.values(), key=lambda b: (len(b.programs), b.name))
+                self._place(program, self.backends.get(program.origin or "", fewest))
 
     def _send(self, program: Program, view: View) -> Iterator[Decision]:
         turn = program.turn
@@ -282,8 +283,9 @@ class ThunderAgent(Policy):
         return backend.room + (0 if self._faithful else backend.marked) >= 0
 
     def _resume(self, view: View) -> None:
-        free = {b.name: self._free(b, view.now) for b in self.backends.values()}
-        total = sum(max(0.0, room) for room in free.values())
+        rooms = {b.name: self._free(b, view.now) for b in self.backends.values()}
+        free = {name: room for name, room in rooms.items() if room > BUFFER_TOKENS}
+        total = sum(free.values())
         chosen: list[Program] = []
         for program in self._in_order(view):
             need = program.tokens + BUFFER_TOKENS
@@ -341,5 +343,7 @@ def _by_size(program: Program) -> tuple[int, str]:
 
 
 def _class(program: Program) -> int:
-    """In the middle, new, acting."""
-    return 2 if not program.reasoning else int(program.step == 1)
+    """In the middle, new, acting; what had no more than one request is new whatever it does."""
+    if program.step == 1:
+        return 1
+    return 0 if program.reasoning else 2
