@@ -193,23 +193,33 @@ def _trajectory(script: Script, machine: Hardware) -> _Trajectory:
     return total
 
 
-def remaining_s(script: Script, machine: Hardware) -> tuple[float, ...]:
-    """For each turn, the least time from its request to the verdict: its KV is there, it is alone on the fastest
-    engine. One figure more: after the last turn."""
-    costs, contexts = machine.fastest, [script.prompt]
-    for turn in script.turns[:-1]:
-        contexts.append(contexts[-1] + turn.generated + turn.observation)
-    left = [script.verify_s]
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of a trajectory from the request of a turn on. ``alone_s``: at least, its KV at hand, alone on the
+    fastest engine. ``engine_s``: reference engine seconds without the fixed part of its ``tokens`` decode steps."""
+
+    alone_s: float
+    engine_s: float
+    tokens: int
+
+
+def remaining(script: Script, machine: Hardware) -> tuple[Rest, ...]:
+    """For each turn; one more for the end of the last."""
+    costs, fastest, shared = machine.costs, machine.fastest, script.shared_prefix
+    news = [script.prompt - shared, *(turn.observation for turn in script.turns[:-1])]
+    contexts = [shared, *accumulate(news, initial=shared)][1:-1]
+    generated = [0, *accumulate(turn.generated for turn in script.turns)]
+    rests = [Rest(script.verify_s, 0.0, 0)]
     for number in reversed(range(len(script.turns))):
-        turn = script.turns[number]
-        steps = turn.generated
-        left.append(
-            left[-1]
-            + (costs.step_base_s + costs.step_sequence_s) * steps
-            + costs.step_kv_token_s * decode_contexts(contexts[number], steps)
-            + (turn.tool_s if number + 1 < len(script.turns) else 0.0)
-        )
-    return tuple(reversed(left))
+        turn, after, before = script.turns[number], rests[-1], contexts[number] + generated[number]
+        steps, context = turn.generated, before + news[number]
+        decode_s = (fastest.step_base_s + fastest.step_sequence_s) * steps
+        decode_s += fastest.step_kv_token_s * decode_contexts(context, steps)
+        tool_s = turn.tool_s if number + 1 < len(script.turns) else 0.0
+        engine_s = costs.prefill_s(news[number], before) + costs.step_sequence_s * steps
+        engine_s += costs.step_kv_token_s * decode_contexts(context, steps)
+        rests.append(Rest(after.alone_s + decode_s + tool_s, after.engine_s + engine_s, after.tokens + steps))
+    return tuple(reversed(rests))
 
 
 def decode_contexts(context: int, generated: int) -> float:

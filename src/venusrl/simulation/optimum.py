@@ -23,11 +23,14 @@ from venusrl.scheduling.actions import Dispatch, Hold
 from venusrl.scheduling.events import Event
 from venusrl.scheduling.fleet import Worker
 from venusrl.scheduling.policies import Decision, PendingTurn, Policy, View
-from venusrl.simulation.demand import hardware, remaining_s
+from venusrl.simulation.demand import Rest, hardware, remaining
 from venusrl.simulation.run import simulate
 from venusrl.simulation.scenario import Scenario
 
 _FREEING = (ev.TurnFinished, ev.TrajectoryFinished, ev.TrajectoryFailed, ev.VersionPublished, ev.WorkerAcknowledged)
+
+
+_NOTHING = Rest(0.0, 0.0, 0)
 
 
 class Optimum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +82,8 @@ class _Searcher(Policy):
         self._used: set[str] = set()
         self._turn: dict[str, int] = {}
         """Next turn of each live trajectory, as far as requested."""
-        self._remaining: dict[str, tuple[float, ...]] = {}
+        self._rests: dict[str, tuple[Rest, ...]] = {}
+        self._single = len(scenario.fleet.engines) == 1
 
     def next_prefix(self) -> list[int] | None:
         """The choices of the next branch in depth-first order; None when there is none."""
@@ -159,19 +163,27 @@ class _Searcher(Policy):
 
     # --- the bound -------------------------------------------------------------------------------------------
     def _prune(self, view: View) -> None:
-        """Every trajectory that lives still needs its remaining turns, alone on the fastest worker."""
-        for trajectory, turn in self._turn.items():
-            started = trajectory not in self._waiting
-            if view.now + self._left_s(view, trajectory, turn + started) >= self._limit_s:
-                raise _Hopeless
+        """What is not sent yet has to be done: by each trajectory alone, and by the fleet for all of them."""
+        rests = [
+            self._rest(view, trajectory, turn + (trajectory not in self._waiting))
+            for trajectory, turn in self._turn.items()
+        ]
+        if not rests:
+            return
+        tokens = [rest.tokens for rest in rests]
+        steps = max(tokens) if self._single else sum(tokens) / len(tokens)
+        together = sum(rest.engine_s for rest in rests) + steps * self._machine.costs.step_base_s
+        least_s = max(max(rest.alone_s for rest in rests), together / self._machine.total_speed)
+        if view.now + least_s >= self._limit_s:
+            raise _Hopeless
 
-    def _left_s(self, view: View, trajectory: str, turn: int) -> float:
-        if trajectory not in self._remaining:
+    def _rest(self, view: View, trajectory: str, turn: int) -> Rest:
+        if trajectory not in self._rests:
             group = view.group(trajectory)
             if group is None:
-                return 0.0
+                return _NOTHING
             script = self._scenario.workload.script(
                 self._seed, group.ordinal, group.members[trajectory].index, attempt=0
             )
-            self._remaining[trajectory] = remaining_s(script, self._machine)
-        return self._remaining[trajectory][turn]
+            self._rests[trajectory] = remaining(script, self._machine)
+        return self._rests[trajectory][turn]
