@@ -92,8 +92,9 @@ class Predictor(ABC):
     """Base of all predictors. The owner reports every event (also those before the first question), in order, and
     calls ``refit`` now and then.
 
-    Deterministic: the same calls give the same answers. ``forecast``, ``gap`` and ``group`` change nothing that another
-    answer depends on. They raise KeyError for a trajectory (group) that is not live: unknown, failed or in a batch.
+    Deterministic: the same calls give the same answers. A forecast is worked out when it is first asked for after
+    something new of the trajectory or its group, and kept until the next. ``forecast``, ``gap`` and ``group`` raise
+    KeyError for what is not live: unknown, failed, or closed.
     """
 
     name: str = "predictor"
@@ -119,16 +120,11 @@ class Predictor(ABC):
         """What remains of the group: of the slowest of its unfinished members, taken as independent given what is
         known; ``DONE`` when all are finished."""
 
-    @property
-    def refit_due(self) -> bool:
-        """Whether ``refit`` has something to do that may take a while (up to a second)."""
-        return False
-
     def refit(self) -> bool:
         """Learn anew from what was observed, if that is due; says whether it was.
 
-        A simulator calls it when ``refit_due``. A process with an event loop does the slow part in a thread: see
-        ``Learned.prepare``.
+        Most predictors have nothing to do here. One that has may do it within ``observe`` (so in a simulator), or leave
+        it to its owner, who has an event loop to keep free: see ``learned``.
         """
         return False
 

@@ -1,7 +1,7 @@
 """Predictors that bound what prediction is worth: nothing, misleading, everything.
 
-Owns: ``Constant``, ``Shuffled``, ``Oracle``. Must not know: policies. All of them know tool latencies as ``Siblings`` does
-(but for the oracle, which knows the call at hand), so that they differ in lengths only.
+Owns: ``Constant``, ``Shuffled``, ``Oracle``. Must not know: policies. The first two know tool latencies as ``Siblings``
+does, so that they differ from it in lengths only; the oracle knows the call at hand.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Oracle(Siblings):
 class Shuffled(Predictor):
     """Another predictor's answers, each given for the wrong trajectory: the right distribution, no information.
 
-    A running trajectory keeps its stand-in, another running one, for as long as that runs; then it gets a new one.
+    A running trajectory keeps its stand-in, one drawn from all that run when it is first asked about, for as long as
+    that runs; then it gets a new one.
     """
 
     name = "shuffled"
@@ -174,10 +175,6 @@ class Shuffled(Predictor):
     def group(self, group: str) -> Forecast:
         members = self._inner.tracks.families[group].members.values()
         return slowest(self.forecast(track.name) for track in members if track.phase != "finished")
-
-    @property
-    def refit_due(self) -> bool:
-        return self._inner.refit_due
 
     def refit(self) -> bool:
         return self._inner.refit()

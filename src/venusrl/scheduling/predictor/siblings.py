@@ -63,6 +63,7 @@ class Belief(msgspec.Struct, frozen=True):
     ``Told``, the task's past included."""
 
     at: tuple[int, int]
+    size: int
     weight: float
     total: float
     paces: tuple[tuple[float, float], ...]
@@ -125,7 +126,7 @@ class Siblings(Predictor):
         match seen.what:
             case "went_on":
                 self.lengths.survived(track.turns - 1)
-                self.observed.all.add(track.observed.last)
+                self.observed.all.add(seen.value)
             case "turn":
                 self.generated.all.add(seen.value)
             case "tool":
@@ -135,10 +136,10 @@ class Siblings(Predictor):
             case "ended":
                 self._ended += 1
                 self.lengths.ended(track.turns - 1)
-                for pace, tally in self._paces(track):
+                for pace, tally in self.paces(track):
                     pace.ended(tally)
                 self._family_ended(track.family)
-            case "opened" | "lost":
+            case "opened" | "started" | "lost":
                 pass
         return seen
 
@@ -177,6 +178,7 @@ class Siblings(Predictor):
         task_weight, task_total = self._tasks.get(family.task, (0.0, 0.0))
         belief = Belief(
             at=at,
+            size=family.size,
             weight=task_weight + math.fsum(m.weight for m in members.values()),
             total=task_total + math.fsum(m.total for m in members.values()),
             paces=tuple(_add(m.paces[i] for m in members.values()) for i in range(3)),
@@ -196,7 +198,7 @@ class Siblings(Predictor):
             weight, deviation = 1.0, self._log_length(track) - mean
         else:
             weight, deviation = 1.0 - self.lengths.survival(track.turns), self.lengths.log_beyond(track.turns) - mean
-        paces = tuple(pace.told(tally) for pace, tally in self._paces(track))
+        paces = tuple(pace.told(tally) for pace, tally in self.paces(track))
         return Told(weight, weight * deviation, paces)
 
     def others(self, track: Track, belief: Belief) -> tuple[float, float]:
@@ -212,15 +214,24 @@ class Siblings(Predictor):
     def _all(self) -> tuple[Pace, Pace, Pace]:
         return self.generated, self.observed, self.tools
 
-    def _paces(self, track: Track) -> Iterator[tuple[Pace, Tally]]:
+    def paces(self, track: Track) -> Iterator[tuple[Pace, Tally]]:
+        """Generated tokens, observed tokens, tool seconds: everybody's and its own."""
         return zip(self._all, _tallies(track), strict=True)
 
     # --- answers ------------------------------------------------------------------------------------------
     def forecast(self, trajectory: str) -> Forecast:
-        return self.of(self.tracks.live[trajectory])
+        return self.kept(self.tracks.live[trajectory])
+
+    def kept(self, track: Track) -> Forecast:
+        """What remains of a live trajectory, worked out anew when there is news."""
+        at = (track.turns, track.partial, track.phase, track.family.news, self.lengths.version, track.observed.n)
+        if track.kept is None or track.kept[0] != at:
+            track.kept = (at, self.of(track))
+        found: Forecast = track.kept[1]
+        return found
 
     def of(self, track: Track) -> Forecast:
-        """What remains of a live trajectory."""
+        """The same, worked out now."""
         if track.ended:
             return self.verdict(track)
         belief = self.belief(track.family)
@@ -261,7 +272,7 @@ class Siblings(Predictor):
         """A turn's tokens, observation and tool time as multiples of everybody's."""
         own = belief.members.get(track.name)
         found = []
-        for i, (pace, tally) in enumerate(self._paces(track)):
+        for i, (pace, tally) in enumerate(self.paces(track)):
             weight, total = belief.paces[i]
             if own is not None:
                 weight, total = weight - own.paces[i][0], total - own.paces[i][1]
@@ -282,8 +293,10 @@ class Siblings(Predictor):
         if tokens.p90 <= most:
             return tokens, turns
         cut = Spread(*(min(most, n) for n in tokens))
-        fewer = Spread(*(max(1.0, n * c / max(t, c)) for n, t, c in zip(turns, tokens, cut, strict=True)))
-        return cut, fewer
+        fewer = [max(1.0, n * c / max(t, c)) for n, t, c in zip(turns, tokens, cut, strict=True)]
+        # The cut shortens the long ones only, by each one's own length a turn: it may put them below the middle.
+        low, middle, high = sorted(fewer[:3])
+        return cut, Spread(low, middle, high, fewer[3])
 
     def gap(self, trajectory: str, now: float) -> Gap:
         track = self.tracks.live[trajectory]
@@ -292,7 +305,7 @@ class Siblings(Predictor):
 
     def group(self, group: str) -> Forecast:
         family = self.tracks.families[group]
-        return slowest(self.of(track) for track in family.members.values() if track.phase != "finished")
+        return slowest(self.kept(track) for track in family.members.values() if track.phase != "finished")
 
     def quality(self) -> Quality:
         return Quality(active="siblings", trajectories=0)

@@ -36,29 +36,19 @@ class Tally:
     last: float = 0.0
 
     def add(self, value: float) -> None:
-        log = log_of(value)
+        self.last = log_of(value)
         self.n += 1
-        self.logs += log
-        self.recent += (log - self.recent) / min(self.n, 4)
-        self.last = value
-
-
-@dataclass(slots=True)
-class Totals:
-    """What a trajectory has had when a forecast is made, and when it ends."""
-
-    turns: int = 0
-    tokens: int = 0
-    context: int = 0
-    tool_s: float = 0.0
+        self.logs += self.last
+        self.recent += (self.last - self.recent) / min(self.n, 4)
 
 
 class Checkpoint(NamedTuple):
-    """A forecast kept until its trajectory ends: features, what had been, and what was said of the four quantities
-    (three quantiles each) by the heuristic, by the model before its calibration, and to whoever asked."""
+    """A forecast kept until its trajectory ends: what the trajectory was like and had had (turns, tokens, context,
+    seconds in tools), and what was said of those four (three quantiles each): by the heuristic, by the model before
+    its calibration, and to whoever asked."""
 
     features: array[float]
-    had: Totals
+    had: tuple[float, float, float, float]
     heuristic: tuple[float, ...]
     model: tuple[float, ...] | None
     given: tuple[float, ...]
@@ -108,25 +98,30 @@ class Track:
     lost: bool = False
     news_at: int = 1
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    cache: Any = None
+    next_checkpoint: int = 0
+    correction: tuple[float, ...] | None = None
+    """What a model said at its last checkpoint."""
+    kept: tuple[tuple[Any, ...], Any] | None = None
+    """Its last forecast, and of when that is."""
 
     @property
     def whole(self) -> bool:
         """Whether all of it was seen."""
         return self.first == 0
 
-    def totals(self) -> Totals:
-        return Totals(self.turns, self.tokens, self.prompt, self.tool_s)
+    def had(self) -> tuple[float, float, float, float]:
+        """Turns, tokens, context, seconds in tools up to its last finished turn (or later, while nothing was added)."""
+        return float(self.turns), float(self.tokens), float(self.prompt), self.tool_s
 
 
 class Seen(NamedTuple):
-    """What an event meant for a trajectory: it is ``opened``, ``went_on`` (asked for a turn after its first),
-    finished a ``turn``, ``ended`` (no turn follows), had a ``verdict`` or was ``lost``."""
+    """What an event meant for a trajectory: it is ``opened``, ``started`` (asks for its first turn), ``went_on`` (for a
+    later one), finished a ``turn``, ``ended`` (no turn follows), had a ``verdict`` or was ``lost``."""
 
-    what: Literal["opened", "went_on", "turn", "tool", "ended", "verdict", "lost"]
+    what: Literal["opened", "started", "went_on", "turn", "tool", "ended", "verdict", "lost"]
     track: Track
     value: float = 0.0
-    """Seconds of the tool call or of the verification."""
+    """Of a turn: tokens generated; of one that went on: tokens observed; else seconds."""
 
 
 class Tracks:
@@ -253,16 +248,18 @@ class Tracks:
             return None
         track.phase = "turns"
         track.resumed = track.partial = event.resumed
-        went_on = False
+        seen: Seen | None = None
         if track.first is None:
             track.first = track.turns = event.turn
             track.first_prompt = event.prompt_tokens
+            seen = Seen("started", track)
         elif event.resumed == 0 and event.turn > 0 and track.observed.n < event.turn - track.first:
-            track.observed.add(max(0, event.prompt_tokens - track.prompt))
-            went_on = True
+            observed = max(0, event.prompt_tokens - track.prompt)
+            track.observed.add(observed)
+            seen = Seen("went_on", track, observed)
         if event.resumed == 0:
             track.prompt = event.prompt_tokens
-        return Seen("went_on", track) if went_on else None
+        return seen
 
     def _generated(self, event: ev.TokensGenerated, now: float) -> None:
         track = self.live.get(event.trajectory)
