@@ -8,7 +8,7 @@ from tests.unit.test_simulation_optimum import best, seconds, tiny
 
 INSTANCES = ((2, 1, 3, 0), (2, 1, 3, 1), (2, 1, 3, 2), (3, 1, 1, 0), (3, 1, 1, 1), (2, 2, 2, 0), (2, 2, 2, 1))
 MEAN = 1.07
-"""The goal is 1.05. Measured with the oracle when this was written: 1.059 (1.20 for the worst, three groups at once)."""
+"""The goal is 1.05. Measured with the oracle when this was written: 1.059 (the worst, three groups at once: 1.20)."""
 
 
 def test_venus_that_knows_the_lengths_is_near_the_optimum() -> None:
