@@ -203,6 +203,9 @@ class RunSection(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = 0
     time_limit_s: float | None = Field(None, gt=0, description="Stop opening work after this; finish cleanly")
+    keep_trajectories_of_steps: int | None = Field(
+        None, ge=1, description="Delete trajectories older than this many trained batches; omitted = keep all"
+    )
 
 
 class Recipe(_Section):
@@ -244,6 +247,12 @@ def _conflicts(recipe: Recipe) -> list[str]:
         faults.append("rollout.context_tokens does not fit in rollout.kv_capacity_tokens")
     if rollout.urls and rollout.workers not in (1, len(rollout.urls)):
         faults.append(f"rollout.workers = {rollout.workers}, but rollout.urls names {len(rollout.urls)}: omit workers")
+    back = training.keep_checkpoints * training.checkpoint_every
+    if recipe.run.keep_trajectories_of_steps is not None and recipe.run.keep_trajectories_of_steps < back:
+        faults.append(
+            f"run.keep_trajectories_of_steps must be at least training.keep_checkpoints x checkpoint_every = {back}: "
+            "a trainer that goes back to its oldest checkpoint asks for those batches again"
+        )
     if training.warmup_steps > training.steps:
         faults.append("training.warmup_steps is larger than training.steps")
     if not all(0 <= beta < 1 for beta in training.betas):

@@ -11,16 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from venusrl.coordinator.errors import StorePruned
 from venusrl.coordinator.store.order import TaskOrder
 from venusrl.testing.runs import TASKS, new_store
 
 LIFE = """
 import os, random, sys
 from pathlib import Path
-from venusrl.coordinator.store import TrainedReport
+from venusrl.coordinator.store import TrainedReport, blobs
 from venusrl.testing.runs import made_up_trajectory, new_store
 
 folder, steps, oversample = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+keep = int(sys.argv[4])
+if keep:
+    blobs.SEGMENT_BYTES = 4000
 said = os.open(folder / "acknowledged", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 def say(what):
@@ -76,14 +80,16 @@ while version < steps:
     if pending:
         batch = pending.pop()
         store.mark_trained(TrainedReport(batch.id, version + 1, "/m", version % 2 == 1))
+        if keep:
+            store.prune(keep)
         version += 1
         say(f"trained {version}")
 say("over")
 """
 
 
-def start_life(folder: Path, steps: int, oversample: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", LIFE, str(folder), str(steps), str(oversample)])
+def start_life(folder: Path, steps: int, oversample: int, keep: int = 0) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", LIFE, *map(str, (folder, steps, oversample, keep))])
 
 
 def acknowledged(folder: Path) -> list[str]:
@@ -147,6 +153,32 @@ def test_twenty_kills_in_one_run_lose_nothing(tmp_path: Path) -> None:
     versions = [int(line.split()[1]) for line in acknowledged(tmp_path) if line.startswith("trained")]
     assert versions == sorted(set(versions))
     assert len(versions) > 5
+
+
+def test_kills_of_a_run_that_deletes_old_trajectories_cost_no_kept_one_and_leave_no_file(tmp_path: Path) -> None:
+    seed = random.Random(21)
+    for _ in range(10):
+        with start_life(tmp_path, 100_000, 5, 2) as life:
+            goal = len(acknowledged(tmp_path)) + seed.randrange(8, 30)
+            while len(acknowledged(tmp_path)) < goal:
+                assert life.poll() is None
+                time.sleep(0.002)
+            time.sleep(seed.random() * 0.01)
+            life.kill()
+    trained = [int(line.split()[1]) for line in acknowledged(tmp_path) if line.startswith("trained")]
+    assert trained == sorted(set(trained))
+    with new_store(tmp_path / "run", resume=True) as store:
+        store.recover()
+        store.prune(2)
+        assert store.check_invariants() == [], "all that is kept reads back"
+        version = store.current_version()
+        assert version > 5
+        assert store.totals().trained_trajectories == 4 * version, "sums do not forget"
+        assert store.batch_for(version - 1) is not None
+        with pytest.raises(StorePruned, match="keep_trajectories_of_steps"):
+            store.batch_for(version - 4)
+    # Two or three batches and what waits: 20 trajectories of about 2 KB, in files of 4 KB, some of them shared.
+    assert len(list((tmp_path / "run" / "blobs").glob("*.seg"))) <= 30
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.system.harness import TrainProcess, descendants, events, faults, sand
 from venusrl.coordinator.store import RunStore
 
 SEED = 20
-KILLS = {"coordinator": 5, "trainer": 4, "engine": 4, "sandbox": 5, "launcher": 2}
+KILLS = {"coordinator": 5, "trainer": 5, "engine": 5, "sandbox": 7, "launcher": 2}
 PATIENCE_S = 240.0
 """How long a process may take to come (back) on a machine that is busy with other things."""
 

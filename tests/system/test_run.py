@@ -12,6 +12,7 @@ import pytest
 from tests.system.conftest import Recipes, Start
 from tests.system.harness import TrainProcess, events, faults, sandboxes_left
 
+from venusrl.coordinator.errors import StorePruned
 from venusrl.coordinator.store import RunStore
 from venusrl.types import Batch
 
@@ -33,7 +34,11 @@ def batches(run_dir: Path) -> list[Batch]:
 
 def test_a_run_from_nothing_to_a_trained_and_evaluated_model(recipes: Recipes, start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    recipe = recipes(evaluation={"every": 2, "greedy": True})
+    recipe = recipes(
+        evaluation={"every": 2, "greedy": True},
+        run={"keep_trajectories_of_steps": 1},
+        training={"keep_checkpoints": 1},
+    )
     process = start(recipe, run_dir, "--json")
     assert process.wait(WAIT_S) == 0, process.said()
     assert faults(run_dir) == []
@@ -53,6 +58,9 @@ def test_a_run_from_nothing_to_a_trained_and_evaluated_model(recipes: Recipes, s
             samples = store.evaluation_samples(version, "sampled")
             assert len(samples) == 4
             assert {sample.version for sample in samples} == {version}, "T41: pinned to the version that triggered it"
+        with pytest.raises(StorePruned):
+            store.batch_for(0)
+        assert store.batch_for(2) is not None
         assert store.totals().staleness_max <= 1
     again = start(recipe, run_dir)
     assert again.wait(90) != 0

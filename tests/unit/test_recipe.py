@@ -103,6 +103,7 @@ def test_the_staleness_bound_defaults_to_the_factor_rounded_up(factor: float, bo
         ({"tasks": {"held_out_count": 50}}, "evaluation.tasks = 100 is more than"),
         ({"tasks": {"source": "my-tasks"}}, "tasks.held_out is needed"),
         ({"run": {"name": "../up"}}, "run.name"),
+        ({"run": {"name": "r", "keep_trajectories_of_steps": 2}}, "training.keep_checkpoints x checkpoint_every = 3"),
     ],
 )
 def test_conflicts_are_faults_at_load(sections: dict[str, dict[str, Any]], says: str) -> None:

@@ -267,6 +267,7 @@ class Assembly:
         amended = amend_record(self.store, self._recorder)
         if amended:
             _log.info("wrote %d lines that a kill had kept from the record", amended)
+        await self._prune()  # what a kill interrupted; the record must have its lines before
         recovered = rebuild(self.store, state, self._tasks, self._episode_settings)
         for group in recovered.groups:
             self.episodes.adopt(group)
@@ -371,6 +372,12 @@ class Assembly:
 
     def _trained(self, report: TrainedReport, news: bool) -> None:
         self.steps.trained(report, news)
+        self._supervisor.spawn(f"prune after {report.version}", self._prune())
+
+    async def _prune(self) -> None:
+        keep = self.recipe.run.keep_trajectories_of_steps
+        if keep is not None:
+            await asyncio.to_thread(self.store.prune, keep)
 
     def _publish(self, weights: Weights) -> None:
         self._supervisor.spawn(f"publish {weights.version}", self.publisher.publish(weights))

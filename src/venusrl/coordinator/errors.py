@@ -56,6 +56,10 @@ class StoreConflict(StoreError):
     """The request contradicts what is recorded (a programming error, or a peer that lost its place)."""
 
 
+class StorePruned(StoreError):
+    """The trajectories asked for were deleted, as the recipe wants it."""
+
+
 class RecipeChanged(StoreError):
     """A resumed run was given another recipe in a key that may not change."""
 

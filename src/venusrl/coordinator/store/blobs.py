@@ -2,9 +2,10 @@
 
 Owns: ``blobs/NNNNNN.seg``. Must not know: what a record means, the database.
 
-Guarantees: ``append`` returns after the bytes are on the disk; a reference stays valid for ever; a write that
-fails or is cut short by a crash harms no earlier record and is never referred to; ``read`` returns exactly what
-was appended or raises. Each process writes segments of its own, so nothing is ever overwritten.
+Guarantees: ``append`` returns after the bytes are on the disk; a reference stays valid until its segment is removed;
+a write that fails or is cut short by a crash harms no earlier record and is never referred to; ``read`` returns
+exactly what was appended or raises. Each writer has segments of its own, so nothing is ever overwritten, and a
+segment is offered for removal only once its writer has left it and every reference into it is on record.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 import os
 import threading
 import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,8 +24,9 @@ import zstandard
 from venusrl.coordinator.errors import StoreCorrupt
 from venusrl.coordinator.store.disk import sync_directories, translated
 
-SEGMENT_BYTES = 256 << 20
-"""A segment is left for the next one once it is this long: keeps files easy to copy and prune."""
+SEGMENT_BYTES = 64 << 20
+"""A segment is left for the next one once it is this long: keeps files easy to copy, and room comes back in steps
+of this size."""
 
 _LEVEL = 3
 
@@ -40,17 +45,18 @@ def pack(raw: bytes) -> bytes:
 
 
 class BlobFiles:
-    """The segments of one run directory. Thread-safe."""
+    """The segments of one run directory, and one writer's place among them. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._unrecorded: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._descriptor = -1
         self._segment = 0
         self._end = 0
 
     def append(self, packed: bytes) -> BlobRef:
-        """Raises StoreFull when there is no room."""
+        """The reference is the caller's to put on record, ``recording`` it. Raises StoreFull without room."""
         with self._lock, translated(self._folder):
             if self._descriptor < 0 or self._end >= SEGMENT_BYTES:
                 self._next_segment()
@@ -62,7 +68,30 @@ class BlobFiles:
                 os.ftruncate(self._descriptor, offset)  # hands back what a partial write took
                 raise
             self._end = offset + len(packed)
-        return BlobRef(self._segment, offset, len(packed), zlib.crc32(packed))
+            self._unrecorded[self._segment] += 1
+            return BlobRef(self._segment, offset, len(packed), zlib.crc32(packed))
+
+    @contextmanager
+    def recording(self, ref: BlobRef | None) -> Iterator[None]:
+        """The reference is on record afterwards, or never will be. None: there is nothing to record."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                if ref is not None:
+                    self._unrecorded[ref.segment] -= 1
+
+    def left_segments(self) -> list[int]:
+        """Those that this writer does not write to and owes no record of."""
+        with self._lock:
+            busy = {segment for segment, count in self._unrecorded.items() if count > 0}
+            busy |= {self._segment} if self._descriptor >= 0 else set()
+            return sorted({int(file.stem) for file in self._folder.glob("*.seg")} - busy)
+
+    def remove(self, segment: int) -> None:
+        """Delete a segment that nothing refers to any more. Raises StoreError."""
+        with translated(self._folder):
+            self._path(segment).unlink(missing_ok=True)
 
     def read(self, ref: BlobRef) -> bytes:
         """The record as it was before ``pack``. Raises StoreCorrupt."""

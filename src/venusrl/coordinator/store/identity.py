@@ -23,6 +23,7 @@ MAY_CHANGE = frozenset(
         # how far and how long
         "training.steps",
         "run.time_limit_s",
+        "run.keep_trajectories_of_steps",
         "tasks.epochs",
         "evaluation.every",
         "evaluation.at_end",

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from venusrl.coordinator.errors import StoreCorrupt
-from venusrl.coordinator.store import queries
+from venusrl.coordinator.store import pruning, queries
 from venusrl.coordinator.store.blobs import BlobFiles, BlobRef
 from venusrl.coordinator.store.order import TaskOrder
 from venusrl.coordinator.store.records import EvaluationSample
@@ -92,6 +92,8 @@ def _versions(db: sqlite3.Connection) -> Iterator[str]:
     for batch in queries.batches(db, "state = 'closed'"):
         if batch.version >= newest:
             yield f"batch {batch.id} is closed but no checkpoint contains it"
+    if pruning.kept_from(db) > newest:
+        yield f"trajectories were deleted up to version {pruning.kept_from(db)}, past the checkpoint of {newest}"
 
 
 def _members(db: sqlite3.Connection) -> Iterator[str]:
@@ -112,6 +114,8 @@ def _trajectories(db: sqlite3.Connection, blobs: BlobFiles, bound: int) -> Itera
         "LEFT JOIN batches AS b ON b.id = g.batch_id WHERE t.segment IS NOT NULL"
     )
     for row in db.execute(query).fetchall():
+        if pruning.is_gone(db, row["id"]):
+            continue
         try:
             raw = blobs.read(BlobRef(row["segment"], row["offset"], row["length"], row["checksum"]))
             kept = msgspec.msgpack.decode(raw, type=Trajectory)

@@ -13,6 +13,7 @@ Guarantees:
   once. A group is in at most one batch, batches have consecutive versions, and ``form_batch`` refuses a batch
   that breaks the staleness bound.
 - One process at a time: opening locks the directory.
+- A trajectory reads back as it was written, until ``prune`` gave it up.
 - Thread-safe. A call takes about 0.05 ms, so that an event loop makes it directly, but three wait for the disk
   (4 ms on a busy laptop, more on others): ``finish_trajectory`` and ``fail_trajectory`` with a transcript, which
   belong in ``asyncio.to_thread``, where they hold up no other call; and the few commits a step that are synced.
@@ -28,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from venusrl.coordinator.errors import StoreConflict, StoreExists, StoreMissing, TasksChanged
-from venusrl.coordinator.store import database, evaluations, identity, invariants, lock, queries, rows
+from venusrl.coordinator.store import database, evaluations, identity, invariants, lock, pruning, queries, rows
 from venusrl.coordinator.store.blobs import BlobFiles, BlobRef, pack
 from venusrl.coordinator.store.database import Database
 from venusrl.coordinator.store.disk import translated
@@ -60,6 +61,8 @@ class RunStore:
         self._db = db
         self._lock = held
         self._blobs = BlobFiles(run_dir / BLOBS)
+        # Apart, so that an evaluation keeps no segment of trajectories from being removed.
+        self._samples = BlobFiles(run_dir / BLOBS)
         self._order: TaskOrder | None = None
         self._bound = 0
 
@@ -105,6 +108,7 @@ class RunStore:
     def close(self) -> None:
         """Idempotent."""
         self._blobs.close()
+        self._samples.close()
         self._db.close()
         if self._lock is not None:
             self._lock.release()
@@ -274,8 +278,10 @@ class RunStore:
             db.execute("UPDATE trajectories SET vacant = 0 WHERE group_id = ? AND place = ?", (group_id, index))
 
     def trajectory(self, trajectory_id: str) -> Trajectory | None:
-        """As it was finished, or as its transcript was kept; None when there is none."""
+        """As it was finished, or as its transcript was kept; None when there is none (any more)."""
         with self._db.read() as db:
+            if pruning.is_gone(db, trajectory_id):
+                return None
             ref = queries.blob_ref(db, "trajectories", "id = ?", (trajectory_id,))
         return msgspec.msgpack.decode(self._blobs.read(ref), type=Trajectory) if ref else None
 
@@ -290,7 +296,7 @@ class RunStore:
         vacant: bool,
     ) -> None:
         ref = self._keep(trajectory_id, content) if content is not None else None
-        with self._db.write() as db:
+        with self._blobs.recording(ref), self._db.write() as db:
             rows.expect(db, "trajectories", trajectory_id, {"running"})
             db.execute(
                 "UPDATE trajectories SET state = ?, vacant = ?, tokens = coalesce(?, tokens), "
@@ -340,7 +346,7 @@ class RunStore:
         return batch
 
     def batch_for(self, version: int) -> Batch | None:
-        """The batch that trains ``version``, whatever became of it; None while there is none."""
+        """The batch that trains ``version``, whatever became of it; None while there is none. Raises StorePruned."""
         body = self.batch_bytes(version)
         return msgspec.msgpack.decode(body, type=Batch) if body is not None else None
 
@@ -348,6 +354,7 @@ class RunStore:
         """The same as msgpack, put together from the stored records without decoding them."""
         with self._db.read() as db:
             parts = queries.batch_parts(db, version)
+            pruning.check_kept(db, version)
         if parts is None:
             return None
         for group in parts["groups"]:
@@ -379,6 +386,14 @@ class RunStore:
                 db.execute("UPDATE batches SET state = 'closed' WHERE version < ?", (report.version,))
         return bool(state["state"] == "formed")
 
+    def prune(self, steps: int) -> int:
+        """Forget trajectories older than the newest ``steps`` trained batches, but none that a checkpoint does not
+        contain; returns how many files that removed. What a kill interrupted the next call completes."""
+        with self._db.write(durable=True) as db:
+            pruning.raise_mark(db, steps)
+        with self._db.read() as db:
+            return pruning.remove_segments(db, self._blobs, self._samples)
+
     def record_version(self, version: int, model_path: str, *, checkpointed: bool) -> None:
         """Where the weights of ``version`` are, when no step said so (version 0) or they moved."""
         with self._db.write(durable=True) as db:
@@ -408,9 +423,9 @@ class RunStore:
         self, version: int, mode: str, samples: Sequence[EvaluationSample], *, wall_s: float
     ) -> EvaluationRecord:
         """Keep the results of an evaluation that was asked for. Every sample must be of its version."""
-        packed = evaluations.packed(version, samples)
-        with self._db.write(durable=True) as db:
-            return evaluations.finish(db, EvaluationKey(version, mode), samples, self._blobs.append(packed), wall_s)
+        ref = self._samples.append(evaluations.packed(version, samples))
+        with self._samples.recording(ref), self._db.write(durable=True) as db:
+            return evaluations.finish(db, EvaluationKey(version, mode), samples, ref, wall_s)
 
     def evaluations(self) -> list[EvaluationRecord]:
         """By version, then mode; pending ones included."""
