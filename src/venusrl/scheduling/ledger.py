@@ -42,12 +42,14 @@ class Shared:
 
 @dataclass(slots=True)
 class Book:
-    """One worker. ``used``: tokens of everything listed, reserves included; ``context``: of what is decoding."""
+    """One worker. ``used``: tokens of everything listed, reserves included; ``context``: of what is decoding;
+    ``changes`` grows with each change, so that what is computed from the book can be kept."""
 
     worker: str
     capacity: int
     used: int = 0
     context: int = 0
+    changes: int = 0
     running: dict[str, Holding] = field(default_factory=dict)
     idle: dict[str, Holding] = field(default_factory=dict)
     shared: dict[str, Shared] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Ledger:
         book.running[trajectory] = holding
         book.used += holding.own + reserve
         book.context += holding.tokens
+        book.changes += 1
         self._held[trajectory] = holding
         return holding
 
@@ -125,6 +128,7 @@ class Ledger:
         book.context -= holding.tokens
         own = max(0, tokens - holding.prefix)
         book.used += own - holding.own - holding.reserve
+        book.changes += 1
         holding.own, holding.reserve, holding.running = own, 0, False
         return holding
 
@@ -139,6 +143,7 @@ class Ledger:
             book.context -= holding.tokens
         else:
             del book.idle[trajectory]
+        book.changes += 1
         book.used -= holding.own + holding.reserve
         shared = book.shared[holding.group]
         shared.users -= 1

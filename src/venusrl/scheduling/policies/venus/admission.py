@@ -13,6 +13,7 @@ stays within a share of what it would be without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from venusrl.scheduling.fleet import Worker
 from venusrl.scheduling.policies import PendingTurn, View
@@ -25,6 +26,15 @@ from venusrl.scheduling.policies.venus.waiting import Waiting
 
 _RESERVE = 1.5
 """Room kept for a turn's generation, in average turns."""
+
+
+class Site(NamedTuple):
+    """What a worker's book says to those who would enter, kept until it changes. ``alone_s``: a step of the frontier's
+    trajectories by themselves, 0 without any; ``growth``: of all residents."""
+
+    changes: tuple[int, int]
+    alone_s: float
+    growth: float
 
 
 class Admission:
@@ -49,6 +59,7 @@ class Admission:
         self._level = level
         self._last: dict[str, str] = {}
         """Where each started trajectory ran last."""
+        self._sites: dict[str, Site] = {}
 
     def started(self, trajectory: str) -> bool:
         return trajectory in self._last
@@ -72,9 +83,7 @@ class Admission:
             return reasons.SLOTS
         if self._is_kept(turn, worker, view):
             return reasons.KV
-        book = self._room.ledger.books[worker.name]
-        tokens = turn.prompt_tokens + turn.resumed
-        need = book.need(turn.group, tokens, turn.shared_prefix) + self.reserve(turn)
+        need = self.need(turn, worker.name)
         background = self._level(turn) == BACKGROUND_LEVEL
         if background and self._settings.interference and self._disturbs(need, worker):
             return reasons.INTERFERENCE
@@ -85,6 +94,16 @@ class Admission:
         yielding = self.background(worker, view.now) if urgent else iter(())
         victims = self._room.find(worker.name, need, self._settings.watermark, yielding)
         return reasons.KV if victims is None else victims
+
+    def need(self, turn: PendingTurn, worker: str) -> int:
+        """Tokens that it adds to a worker which holds nothing of its own."""
+        book = self._room.ledger.books[worker]
+        return book.need(turn.group, turn.prompt_tokens + turn.resumed, turn.shared_prefix) + self.reserve(turn)
+
+    def hopeless(self, need: int, worker: str) -> bool:
+        """Whether there is no room for that many tokens, whoever asks (but for those who displace others)."""
+        book = self._room.ledger.books[worker]
+        return bool(book.running) and book.used - self._room.spare(worker) + need > book.capacity
 
     def go_on(self, turn: PendingTurn, worker: Worker, now: float) -> list[str] | None:
         """Whose KV must go for a resident's next turn; None if nothing there yields to it."""
@@ -129,22 +148,31 @@ class Admission:
 
     def _disturbs(self, need: int, worker: Worker) -> bool:
         """Whether ``need`` more tokens slow the frontier's trajectories there beyond the configured share."""
-        if worker.costs is None:
+        alone_s = self._site(worker).alone_s
+        if worker.costs is None or not alone_s:
             return False
         book = self._room.ledger.books[worker.name]
-        critical = [h for h in book.running.values() if self._frontier.level(h.group) != BACKGROUND_LEVEL]
-        if not critical:
-            return False
-        alone = worker.costs.step_s(len(critical), sum(h.tokens for h in critical))
-        beside = worker.costs.step_s(len(book.running) + 1, book.context + need)
-        return beside > (1 + self._settings.interference_share) * alone
+        beside_s = worker.costs.step_s(len(book.running) + 1, book.context + need)
+        return beside_s > (1 + self._settings.interference_share) * alone_s
 
     def _outgrows(self, turn: PendingTurn, need: int, worker: Worker) -> bool:
         """Whether the worker's residents and it come to need more than there is, each half-way through its rest."""
         book = self._room.ledger.books[worker.name]
-        residents = (*book.running, *book.idle)
-        if not residents:
+        if not (book.running or book.idle):
             return False
-        growth = sum(self._lengths.growth(name) for name in residents) + self._lengths.growth(turn.trajectory)
-        spare = self._room.spare(worker.name)
-        return book.used - spare + need + growth / 2 > self._settings.overcommit * book.capacity
+        growth = self._site(worker).growth + self._lengths.growth(turn.trajectory)
+        used = book.used - self._room.spare(worker.name)
+        return used + need + growth / 2 > self._settings.overcommit * book.capacity
+
+    def _site(self, worker: Worker) -> Site:
+        book = self._room.ledger.books[worker.name]
+        changes = (book.changes, self._frontier.changes)
+        site = self._sites.get(worker.name)
+        if site is None or site.changes != changes:
+            critical = [h for h in book.running.values() if self._frontier.level(h.group) != BACKGROUND_LEVEL]
+            alone_s = 0.0
+            if critical and worker.costs is not None:
+                alone_s = worker.costs.step_s(len(critical), sum(h.tokens for h in critical))
+            growth = sum(map(self._lengths.growth, book.running)) + sum(map(self._lengths.growth, book.idle))
+            site = self._sites[worker.name] = Site(changes, alone_s, growth)
+        return site

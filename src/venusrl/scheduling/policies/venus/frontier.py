@@ -28,6 +28,8 @@ class Frontier:
         self._by_batch = by_batch
         self._levels: dict[str, int] = {}
         self._places: dict[str, int] = {}
+        self.changes = 0
+        """Grows with each new order."""
 
     def level(self, group: str) -> int:
         return self._levels.get(group, BACKGROUND_LEVEL)
@@ -46,6 +48,7 @@ class Frontier:
         places = {group.name: place for place, group in enumerate(groups)}
         changed = levels != self._levels or places != self._places
         self._levels, self._places = levels, places
+        self.changes += changed
         return changed
 
     def _select(self, view: View, needs: Callable[[Group], float]) -> dict[str, int]:

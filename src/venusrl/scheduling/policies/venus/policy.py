@@ -62,6 +62,8 @@ class Venus(Policy):
         self._dirty: dict[str, None] = {}
         self._reasons: dict[str, str] = {}
         self._moving: dict[str, str] = {}
+        self._least: dict[str, int] = {}
+        """By worker: the smallest need of those at the head of the queue who found no room there."""
         self._seen = (-1, -1, -1, -1)
         self._refreshed_at = float("-inf")
         self._now = 0.0
@@ -125,13 +127,14 @@ class Venus(Policy):
         if holding is not None:
             self._look_at(holding.worker)
         if tokens and worker in self.room.ledger.books:
-            self.room.ledger.move(name, worker)
+            self.room.move(name, worker)
             self.waiting.seat(name, worker)
             self._look_at(worker)
 
     def _worker_down(self, worker: str) -> None:
         for name in self.waiting.residents(worker):
             self.waiting.unseat(name)
+        self._least.clear()
         self.room.down(worker)
         self.admission.claims.pop(worker, None)
 
@@ -187,6 +190,7 @@ class Venus(Policy):
         self.frontier.refresh(view, lambda group: needs[group.name])
         self.waiting.reorder()
         self.sandboxes.reordered()
+        self._least.clear()
         self._look_at_all(view)
 
     # --- deciding --------------------------------------------------------------------------------------------
@@ -231,6 +235,8 @@ class Venus(Policy):
         if reason == reasons.KV and self._among_first(turn):
             willing: list[tuple[float, Worker, list[str]]] = []
             for worker in view.workers.values():
+                if self.admission.hopeless(self.admission.need(turn, worker.name), worker.name):
+                    continue
                 answer = self.admission.enter(turn, worker, view)
                 if isinstance(answer, str):
                     reason = answer
@@ -240,6 +246,7 @@ class Venus(Policy):
                 _, worker, victims = min(willing, key=lambda w: (w[0], *placement.tie(w[1])))
                 yield from self._send(turn, worker, victims, self._entry(turn))
                 return
+        self._joins(turn)
         yield from self._hold(turn, reason)
 
     def _barred(self, turn: PendingTurn, view: View) -> str | None:
@@ -259,9 +266,15 @@ class Venus(Policy):
         for trajectory in self.waiting.residents(worker.name):
             if self.waiting.home(trajectory) == worker.name:
                 yield from self._go_on(self.waiting.turns[trajectory], worker, view)
-        tried = 0
+        if not self._worth_a_look(worker):
+            return
+        least, tried, refused = 1 << 60, 0, {reasons.PACING: False, reasons.INTERFERENCE: False}
         for turn in self.waiting.first(4 * self.settings.scan):
             if tried >= self.settings.scan or len(worker.running) >= worker.slots:
+                break
+            if refused[reasons.PACING] and not self.admission.started(turn.trajectory):
+                continue
+            if refused[reasons.INTERFERENCE] and self._level(turn) == BACKGROUND_LEVEL:
                 break
             if self._barred(turn, view) is not None:
                 continue
@@ -270,10 +283,24 @@ class Venus(Policy):
                 yield from self._send(turn, worker, answer, self._entry(turn))
                 continue
             tried += 1
+            refused[answer] = True
+            least = min(least, self.admission.need(turn, worker.name))
             if self._reasons.get(turn.trajectory) in _PASSING:
                 yield from self._hold(turn, answer)
-            if self._level(turn) == BACKGROUND_LEVEL and not self._has_room(worker):
-                break
+        self._least[worker.name] = least
+
+    def _joins(self, turn: PendingTurn) -> None:
+        """The queue has one more, whose need may be less than that of those looked at before."""
+        if self._among_first(turn):
+            need = turn.prompt_tokens + turn.resumed - turn.shared_prefix
+            for worker, least in self._least.items():
+                self._least[worker] = min(least, need)
+
+    def _worth_a_look(self, worker: Worker) -> bool:
+        """Whether there may be room for somebody: less than the least that was found lacking is none."""
+        if not self.waiting.queued or worker.name in self.admission.claims:
+            return bool(self.waiting.queued)
+        return not self.admission.hopeless(self._least.get(worker.name, 0), worker.name)
 
     def _has_room(self, worker: Worker) -> bool:
         return self.room.ledger.books[worker.name].free + self.room.spare(worker.name) >= _LEAST
@@ -365,7 +392,9 @@ class Venus(Policy):
 
     def _evict(self, trajectory: str, reason: str) -> Iterator[Decision]:
         worker = self.room.drop(trajectory)
-        self.waiting.unseat(trajectory)
+        turn = self.waiting.unseat(trajectory)
+        if turn is not None:
+            self._joins(turn)
         if worker is not None:
             yield ReleaseKV(reason, trajectory, worker)
 

@@ -31,6 +31,7 @@ class Room:
         self._since: dict[str, tuple[float, int]] = {}
         """Since when trajectories are in a gap, with the number of that gap."""
         self._spare: dict[str, dict[str, None]] = {}
+        self._spare_tokens: dict[str, int] = {}
         self._count = 0
 
     # --- gaps -------------------------------------------------------------------------------------------
@@ -60,7 +61,8 @@ class Room:
         while self._timers and self._timers[0][0] <= now:
             _, number, trajectory = heapq.heappop(self._timers)
             since, holding = self._since.get(trajectory), self.ledger.held(trajectory)
-            if since is not None and since[1] == number and holding is not None:
+            if since is not None and since[1] == number and holding is not None and not holding.running:
+                self._spare_tokens[holding.worker] = self._spare_tokens.get(holding.worker, 0) + holding.own
                 self._spare.setdefault(holding.worker, {})[trajectory] = None
                 workers.add(holding.worker)
         return workers
@@ -87,7 +89,7 @@ class Room:
     # --- room -------------------------------------------------------------------------------------------
     def spare(self, worker: str) -> int:
         """Tokens there that nobody needs soon (at least)."""
-        return sum(self._freed(t) for t in self._spare.get(worker, ()))
+        return self._spare_tokens.get(worker, 0)
 
     def find(
         self, worker: str, need: int, limit: float, yielding: Iterable[str] = (), owner: str = ""
@@ -124,21 +126,29 @@ class Room:
 
     def _keep(self, trajectory: str) -> None:
         holding = self.ledger.held(trajectory)
-        if holding is not None and holding.worker in self._spare:
-            self._spare[holding.worker].pop(trajectory, None)
+        if holding is not None and trajectory in self._spare.get(holding.worker, ()):
+            del self._spare[holding.worker][trajectory]
+            self._spare_tokens[holding.worker] -= holding.own
 
     def _freed(self, trajectory: str) -> int:
         """A lower bound of what dropping it frees: the shared prefix may stay."""
         holding = self.ledger.held(trajectory)
         return 0 if holding is None else holding.own
 
+    def move(self, trajectory: str, worker: str) -> None:
+        """Its KV was copied to another worker."""
+        self._keep(trajectory)
+        self.ledger.move(trajectory, worker)
+
     def up(self, worker: str, capacity: int) -> None:
         self.ledger.up(worker, capacity)
         self._spare.pop(worker, None)
+        self._spare_tokens.pop(worker, None)
 
     def down(self, worker: str) -> None:
         self.ledger.down(worker)
         self._spare.pop(worker, None)
+        self._spare_tokens.pop(worker, None)
 
 
 def recompute_s(worker: Worker, tokens: int) -> float:

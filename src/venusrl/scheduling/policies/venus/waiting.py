@@ -55,12 +55,14 @@ class Waiting:
             del self._queue[bisect_left(self._queue, (key, trajectory))]
         return turn
 
-    def unseat(self, trajectory: str) -> None:
-        """A resident lost its KV: it joins the queue."""
+    def unseat(self, trajectory: str) -> PendingTurn | None:
+        """A waiting resident lost its KV: it joins the queue. None if it was none."""
         home = self._homes.pop(trajectory, None)
-        if home is not None:
-            del self._residents[home][trajectory]
-            insort(self._queue, (self._keys[trajectory], trajectory))
+        if home is None:
+            return None
+        del self._residents[home][trajectory]
+        insort(self._queue, (self._keys[trajectory], trajectory))
+        return self.turns[trajectory]
 
     def seat(self, trajectory: str, home: str) -> None:
         """Its KV is on that worker now."""
