@@ -83,6 +83,7 @@ def test_a_run_without_a_recipe_names_those_that_ship(venusrl: Run) -> None:
         (["train", "demo", "--set", "model.path=builtin:x"], 1, "there is no builtin model 'x'"),
         (["train", "demo", "--resume"], 1, "there is no run to resume in runs/demo"),
         (["train", "--resume", "--run-dir", "none"], 1, "there is no run to resume in none"),
+        (["train", "--resume"], 1, "say which run goes on"),
         (["runs", "show", "none"], 1, "there is no run 'none'"),
         (["runs", "plot", "none"], 1, "there is no run 'none'"),
         (["tasks", "check", "none"], 1, "there is no folder none"),

@@ -76,7 +76,9 @@ def _resolve(recipe: str | None, overrides: list[str], run_dir: Path | None, res
 
     if recipe is not None:
         return load(recipe, overrides)
-    if not resume or run_dir is None:
+    if resume and run_dir is None:
+        raise CommandError("say which run goes on: --run-dir (venusrl runs list shows them), or its recipe by name")
+    if run_dir is None or not resume:
         raise CommandError(f"name a recipe: a .toml file or one of {', '.join(shipped())} (try: venusrl train demo)")
     recorded = run_dir / "recipe.toml"
     if not recorded.is_file():
