@@ -125,6 +125,8 @@ class VirtualRun:
         self.episodes: dict[str, Episode] = {}
         self.groups: dict[str, dict[int, str]] = {}
         """Untrained open groups: index -> its latest trajectory."""
+        self.prompts: dict[str, int] = {}
+        """Groups whose first prompts are of another length than the workload says."""
         self.lost: Counter[str] = Counter()
         self.pending_batches: dict[int, tuple[str, ...]] = {}
         self.batches: list[TrainedBatch] = []
@@ -225,7 +227,7 @@ class VirtualRun:
         episode = Episode(
             f"{group}/{index}.{attempt}", group, index, attempt, self._random.randint(*load.turns), slow, fate
         )
-        episode.context = load.prompt
+        episode.context = self.prompts.get(group, load.prompt)
         self.episodes[episode.name] = episode
         self.groups.setdefault(group, {})[index] = episode.name
         self.report(ev.TrajectoryOpened(episode.name, group, index, attempt))

@@ -86,16 +86,19 @@ class Venus(Policy):
                 self._look_at(self.room.drop(name))
                 self.waiting.unseat(name)
             case ev.SandboxReady():
+                self._least.clear()
                 self._look_at_all(view)
             case ev.KVTransferred(trajectory=name, worker=worker, tokens=tokens):
                 self._transferred(name, worker, tokens)
             case ev.WorkerUp(worker=worker, kv_capacity=capacity):
                 self._worker_down(worker)
                 self.room.up(worker, capacity)
+                self._least.pop(worker, None)
                 self._look_at(worker)
             case ev.WorkerDown(worker=worker):
                 self._worker_down(worker)
             case ev.WorkerAcknowledged(worker=worker):
+                self._least.pop(worker, None)
                 self._look_at(worker)
             case ev.TrajectoryFinished() | ev.TrajectoryFailed():
                 self._seen = (-1, -1, -1, -1)
@@ -276,7 +279,10 @@ class Venus(Policy):
                 continue
             if refused[reasons.INTERFERENCE] and self._level(turn) == BACKGROUND_LEVEL:
                 break
-            if self._barred(turn, view) is not None:
+            barred = self._barred(turn, view)
+            if barred is not None:
+                if self._reasons.get(turn.trajectory) in _PASSING:
+                    yield from self._hold(turn, barred)
                 continue
             answer = self.admission.enter(turn, worker, view)
             if not isinstance(answer, str):
@@ -308,7 +314,7 @@ class Venus(Policy):
     def _trim(self, worker: Worker) -> Iterator[Decision]:
         """Turns that generated more than was kept for them may leave less than nothing: the least valuable goes."""
         book = self.room.ledger.books[worker.name]
-        while book.used > book.capacity and book.idle:
+        while book.used > book.capacity and book.idle and len(book.idle) + len(book.running) > 1:
             least = min(book.idle, key=lambda name: (self.room.value(name, self._now, worker), name))
             yield from self._evict(least, reasons.DISPLACED)
 
@@ -378,7 +384,7 @@ class Venus(Policy):
     # --- carrying out -----------------------------------------------------------------------------------------
     def _send(self, turn: PendingTurn, worker: Worker, victims: list[str], reason: str) -> Iterator[Decision]:
         for victim in victims:
-            yield from self._evict(victim, reasons.GAP if self.room.in_gap(victim) else reasons.DISPLACED)
+            yield from self._evict(victim, reasons.GAP if self.room.is_spare(victim) else reasons.DISPLACED)
         name = turn.trajectory
         self.waiting.remove(name)
         tokens = turn.prompt_tokens + turn.resumed
@@ -396,6 +402,7 @@ class Venus(Policy):
         if turn is not None:
             self._joins(turn)
         if worker is not None:
+            self._look_at(worker)
             yield ReleaseKV(reason, trajectory, worker)
 
     def _hold(self, turn: PendingTurn, reason: str) -> Iterator[Decision]:

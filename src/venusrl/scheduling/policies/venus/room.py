@@ -91,6 +91,10 @@ class Room:
         """Tokens there that nobody needs soon (at least)."""
         return self._spare_tokens.get(worker, 0)
 
+    def is_spare(self, trajectory: str) -> bool:
+        holding = self.ledger.held(trajectory)
+        return holding is not None and trajectory in self._spare.get(holding.worker, ())
+
     def find(
         self, worker: str, need: int, limit: float, yielding: Iterable[str] = (), owner: str = ""
     ) -> list[str] | None:
