@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
-from fractions import Fraction
 from typing import Literal
 
 import msgspec
@@ -80,4 +79,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def window(self) -> int:
         """Groups that may be outstanding: floor((1 + alpha) * B), exactly."""
-        return math.floor((1 + Fraction(self.async_factor)) * self.batch_groups)
+        numerator, denominator = self.async_factor.as_integer_ratio()
+        return (denominator + numerator) * self.batch_groups // denominator

@@ -432,7 +432,10 @@ class Scheduler:
 
     def _open(self) -> None:
         asked = self.opening + len(self.reopening)
-        room = min(self.window.room, self.policy.group_limit(self) - self.window.outstanding) - asked
+        room = self.window.room - asked
+        if room <= 0:
+            return
+        room = min(room, self.policy.group_limit(self) - self.window.outstanding - asked)
         while room > 0 and self._to_reissue:
             again = self._to_reissue.popleft()
             self.reopening[again.group] = again.times

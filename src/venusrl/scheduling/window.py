@@ -58,6 +58,7 @@ class Window:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._limit = config.window
         self._starts: Counter[int] = Counter()
         self._completions = 0
         self.open: dict[str, Group] = {}
@@ -100,7 +101,9 @@ class Window:
     @property
     def room(self) -> int:
         """Groups that may still be opened: the window, and no more than the steps that are left can train."""
-        room = self._config.window - self.outstanding
+        room = self._limit - self.outstanding
+        if room <= 0:
+            return room
         if self._config.max_steps is not None:
             steps_left = self._config.max_steps - self.next_version
             room = min(room, steps_left * self._config.batch_groups - len(self.open))
