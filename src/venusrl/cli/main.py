@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from venusrl.cli import demo_policy, doctor, engine, runs, tasks, train
+from venusrl.cli import demo_policy, doctor, engine, runs, simulate, tasks, train
 from venusrl.cli.output import EXIT_FAILED, EXIT_USAGE, CommandError, print_json, stderr
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(doctor.doctor)
+app.command()(simulate.simulate)
 app.add_typer(runs.app, name="runs")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(engine.app, name="engine")

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import msgspec
 
 from venusrl.scheduling.policies import Policy
-from venusrl.scheduling.policies.registry import REGISTRY, Baseline, find
+from venusrl.scheduling.policies.registry import REGISTRY, find
 from venusrl.scheduling.policies.venus import Venus, VenusConfig
 from venusrl.scheduling.predictor import Predictor
 from venusrl.scheduling.predictor.arms import Constant, Oracle, Shuffled
@@ -26,9 +26,9 @@ PredictorName = Literal["siblings", "constant", "shuffled", "oracle"]
 VENUS = "venus"
 FAMILY: dict[str, PredictorName] = {
     VENUS: "siblings",
-    "venus-constant": "constant",
-    "venus-shuffled": "shuffled",
-    "venus-oracle": "oracle",
+    "constant": "constant",
+    "shuffled": "shuffled",
+    "oracle": "oracle",
 }
 """The same policy with better and worse knowledge of what is left."""
 SWITCHES = tuple(name for name, kind in VenusConfig.__annotations__.items() if kind in (bool, "bool"))
@@ -74,19 +74,15 @@ def arm(name: str) -> Arm:
 
 def prepare(contestant: Arm, scenario: Scenario, seed: int) -> tuple[Scenario, Policy]:
     """The scenario as this arm runs it, and a fresh policy for it."""
+    mode = find(contestant.policy)
     if contestant.ours:
-        sync: Baseline = _OURS
         policy: Policy = Venus(contestant.venus, _predictor(contestant, scenario, seed))
     else:
-        sync = find(contestant.policy)
-        policy = sync.policy(concurrency=contestant.concurrency, **contestant.options)
+        policy = mode.policy(concurrency=contestant.concurrency, **contestant.options)
     policy.name = contestant.name
-    config = sync.config(scenario.scheduler)
-    fleet = msgspec.structs.replace(scenario.fleet, weight_update=sync.update(scenario.scheduler))
+    config = mode.config(scenario.scheduler)
+    fleet = msgspec.structs.replace(scenario.fleet, weight_update=mode.update(scenario.scheduler))
     return msgspec.structs.replace(scenario, scheduler=config, fleet=fleet), policy
-
-
-_OURS = Baseline(VENUS, "the policy of this project", "", Venus)
 
 
 def _predictor(contestant: Arm, scenario: Scenario, seed: int) -> Predictor:

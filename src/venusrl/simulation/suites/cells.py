@@ -18,7 +18,7 @@ import msgspec
 from venusrl.scheduling.config import SchedulerConfig
 from venusrl.simulation import models
 from venusrl.simulation.scenario import FleetSpec, Scenario, Script, Workload
-from venusrl.simulation.suites import arms
+from venusrl.simulation.suites.arms import FAMILY, OFF, SWITCHES, VENUS, Arm, arm, names
 from venusrl.simulation.workloads.drift import Drift
 from venusrl.simulation.workloads.openswe import OpenSwe
 
@@ -42,7 +42,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     about: str
     cells: list[Cell]
-    arms: list[str]
+    arms: list[Arm]
     seeds: int = SEEDS
     tuned: bool = True
 
@@ -131,9 +131,14 @@ def _drift(quick: bool) -> Suite:
         workload = Drift(steps * batch // 2, OpenSwe(length=before), OpenSwe(length=after))
         made = scenario(f"drift-{name}", workload, model="qwen3-32b", batch=batch, alpha="1", steps=steps)
         cells.append(Cell(made.name, made, {"drift": name}))
-    chosen = ["fcfs", "thunderagent-repaired", *arms.FAMILY]
+    chosen = ["fcfs", "thunderagent-repaired", *FAMILY]
     return Suite(
-        "drift", "turns double or halve in the middle of the run", cells, chosen, 3 if quick else SEEDS, tuned=False
+        "drift",
+        "turns double or halve in the middle of the run",
+        cells,
+        _arms(chosen),
+        3 if quick else SEEDS,
+        tuned=False,
     )
 
 
@@ -141,8 +146,10 @@ def _scale(quick: bool) -> Suite:
     gpus, batch = (128, 156) if quick else (1024, 1250)
     made = scenario(f"scale-{gpus}", OpenSwe(length=0.25), model="qwen3-4b", batch=batch, alpha="1", steps=2, gpus=gpus)
     about = f"{gpus} GPUs, {2 * batch * GROUP:,} live trajectories, a quarter of the turns"
-    chosen = ["fcfs", "thunderagent-repaired", arms.VENUS]
-    return Suite("scale", about, [Cell(made.name, made, {"gpus": str(gpus)})], chosen, 1 if quick else 3, tuned=False)
+    chosen = ["fcfs", "thunderagent-repaired", VENUS]
+    return Suite(
+        "scale", about, [Cell(made.name, made, {"gpus": str(gpus)})], _arms(chosen), 1 if quick else 3, tuned=False
+    )
 
 
 def _sensitivity(quick: bool) -> Suite:
@@ -153,9 +160,14 @@ def _sensitivity(quick: bool) -> Suite:
         for scale in ("trainer_scale", "sync_scale")
         for factor in (0.5, 1.0, 2.0)
     ]
-    chosen = ["slime", "rollflash", "thunderagent-repaired", arms.VENUS]
+    chosen = ["slime", "rollflash", "thunderagent-repaired", VENUS]
     return Suite(
-        "sensitivity", "trainer and publication at half and double", cells, chosen, 3 if quick else SEEDS, tuned=False
+        "sensitivity",
+        "trainer and publication at half and double",
+        cells,
+        _arms(chosen),
+        3 if quick else SEEDS,
+        tuned=False,
     )
 
 
@@ -164,10 +176,15 @@ def _ablation(quick: bool) -> Suite:
     grid = [("qwen3-32b", 16, "0"), ("qwen3-32b", 16, "1")]
     if not quick:
         grid += [("qwen3-32b", 32, "1"), ("qwen3-4b", 64, "1")]
-    chosen = ["fcfs", arms.VENUS, *(arms.OFF + switch for switch in arms.SWITCHES)]
+    chosen = ["fcfs", VENUS, *(OFF + switch for switch in SWITCHES)]
     cells = [paper_cell(*place, steps=steps) for place in grid]
     return Suite(
-        "ablation", "each mechanism of venus switched off in turn", cells, chosen, 3 if quick else SEEDS, tuned=False
+        "ablation",
+        "each mechanism of venus switched off in turn",
+        cells,
+        _arms(chosen),
+        3 if quick else SEEDS,
+        tuned=False,
     )
 
 
@@ -183,16 +200,20 @@ SUITES: dict[str, Callable[[bool], Suite]] = {
 
 
 def find_suite(name: str, *, quick: bool = False, policies: Iterable[str] = (), seeds: int | None = None) -> Suite:
-    """The suite, with other policies or seeds if wanted. Raises UnknownSuite or ``arms.UnknownArm``."""
+    """The suite, with other policies or seeds if wanted. Raises UnknownSuite or ``UnknownArm``."""
     if name not in SUITES:
         raise UnknownSuite(f"there is no suite {name!r}; there are {', '.join(SUITES)}, validation")
     suite = SUITES[name](quick)
-    chosen = [arms.arm(policy).name for policy in policies] or suite.arms
+    chosen = [arm(policy) for policy in policies] or suite.arms
     return msgspec.structs.replace(suite, arms=chosen, seeds=seeds or suite.seeds)
 
 
-def _compared() -> list[str]:
-    return list(arms.names())
+def _compared() -> list[Arm]:
+    return _arms(names())
+
+
+def _arms(chosen: Iterable[str]) -> list[Arm]:
+    return [arm(name) for name in chosen]
 
 
 def mean_context(workload: Workload) -> float:

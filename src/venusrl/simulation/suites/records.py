@@ -13,6 +13,7 @@ import hashlib
 import time
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,8 +23,7 @@ from venusrl.simulation.results import Result
 from venusrl.simulation.run import simulate
 from venusrl.simulation.scenario import Scenario
 from venusrl.simulation.suites.arms import Arm, prepare
-
-BoundRecord = tuple[float, dict[str, float]]
+from venusrl.simulation.suites.cells import mean_context
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -87,6 +87,8 @@ class Record(msgspec.Struct, frozen=True):
     group_completion_s: float = 0.0
     longest_hold_s: float = 0.0
     holds_s: dict[str, float] = {}
+    pressure: float = 0.0
+    """Working set of a full window over the fleet's KV."""
     bound_s: float = 0.0
     bound_parts: dict[str, float] = {}
     events: int = 0
@@ -98,16 +100,16 @@ def execute(run: Run) -> Record:
     """Carry the run out; a failure of it becomes the record's error."""
     began = time.process_time()
     try:
-        limit_s, parts = _bound(run.scenario, run.seed)
+        facts = _facts(run.scenario, run.seed)
         scenario, policy = prepare(run.arm, run.scenario, run.seed)
         # What takes a hundred times the least possible will not end.
-        result = simulate(msgspec.structs.replace(scenario, max_sim_s=100 * limit_s + 1e5), policy, run.seed)
+        result = simulate(msgspec.structs.replace(scenario, max_sim_s=100 * facts.bound_s + 1e5), policy, run.seed)
     except Exception as error:  # noqa: BLE001 - one contestant's fault must not take the others' results
         return Record(run.key, run.cell, run.arm.name, run.seed, run.purpose, f"{type(error).__name__}: {error}")
-    return _record(run, result, limit_s, parts, time.process_time() - began)
+    return _record(run, result, facts, time.process_time() - began)
 
 
-def _record(run: Run, result: Result, limit_s: float, parts: dict[str, float], cpu_s: float) -> Record:
+def _record(run: Run, result: Result, facts: Facts, cpu_s: float) -> Record:
     idle: dict[str, float] = {}
     for stretch in result.blocked:
         idle[stretch.reason] = idle.get(stretch.reason, 0.0) + stretch.end - stretch.begin
@@ -138,8 +140,9 @@ def _record(run: Run, result: Result, limit_s: float, parts: dict[str, float], c
         group_completion_s=_mean(spans),
         longest_hold_s=max((hold.longest_s for hold in result.holds.values()), default=0.0),
         holds_s={reason: hold.total_s for reason, hold in result.holds.items()},
-        bound_s=limit_s,
-        bound_parts=parts,
+        pressure=facts.pressure,
+        bound_s=facts.bound_s,
+        bound_parts=facts.bound_parts,
         events=result.events.loop + result.events.scheduler,
         cpu_s=cpu_s,
         trace=_trace(result) if run.trace else None,
@@ -172,18 +175,28 @@ def _code() -> str:
     return found.hexdigest()
 
 
-_BOUNDS: dict[tuple[bytes, int], BoundRecord] = {}
+class Facts(NamedTuple):
+    """What holds for every arm."""
+
+    bound_s: float
+    bound_parts: dict[str, float]
+    pressure: float
 
 
-def _bound(scenario: Scenario, seed: int) -> BoundRecord:
+_FACTS: dict[tuple[bytes, int], Facts] = {}
+
+
+def _facts(scenario: Scenario, seed: int) -> Facts:
     """Of the scenario as it stands for every arm; the last few are kept, since a process meets each one often."""
     key = (msgspec.json.encode(scenario), seed)
-    if key not in _BOUNDS:
-        if len(_BOUNDS) >= 16:
-            _BOUNDS.clear()
-        found = bound(scenario, seed)
-        _BOUNDS[key] = (found.time_s, found.parts)
-    return _BOUNDS[key]
+    if key not in _FACTS:
+        if len(_FACTS) >= 16:
+            _FACTS.clear()
+        found, config = bound(scenario, seed), scenario.scheduler
+        working_set = config.window * config.group_size * mean_context(scenario.workload)
+        pressure = working_set / sum(engine.kv_capacity for engine in scenario.fleet.engines)
+        _FACTS[key] = Facts(found.time_s, found.parts, pressure)
+    return _FACTS[key]
 
 
 def _mean(values: list[float]) -> float:

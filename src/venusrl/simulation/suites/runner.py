@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from venusrl.simulation.suites.arms import arm
 from venusrl.simulation.suites.cells import Suite
 from venusrl.simulation.suites.records import Record, Run, execute
 from venusrl.simulation.suites.tuning import Tuned, choose, limited, tuning_runs
@@ -96,10 +95,10 @@ def carry_out(suite: Suite, records: Records, *, quick: bool, jobs: int, report:
 def measured_runs(suite: Suite, tuned: Tuned) -> list[Run]:
     """Cell by cell, seed by seed; the first seed's time lines are kept."""
     return [
-        Run(cell.name, cell.scenario, limited(arm(name), tuned.get((cell.name, name))), seed, trace=seed == 0)
+        Run(cell.name, cell.scenario, limited(arm, tuned.get((cell.name, arm.name))), seed, trace=seed == 0)
         for cell in suite.cells
         for seed in range(suite.seeds)
-        for name in suite.arms
+        for arm in suite.arms
     ]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from venusrl.simulation.suites.arms import Arm, arm
+from venusrl.simulation.suites.arms import Arm
 from venusrl.simulation.suites.cells import GROUP, TUNING_SEED, Cell, Suite, mean_context
 from venusrl.simulation.suites.records import Record, Run
 
@@ -40,8 +40,7 @@ def tuning_runs(suite: Suite, *, quick: bool) -> list[Run]:
     runs = []
     for cell in suite.cells:
         limits = grid(cell, quick=quick)
-        for name in suite.arms if suite.tuned and len(limits) > 1 else ():
-            contestant = arm(name)
+        for contestant in suite.arms if suite.tuned and len(limits) > 1 else ():
             if not contestant.ours:
                 runs += [
                     Run(cell.name, cell.scenario, limited(contestant, n), s, purpose="tune")
