@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -302,6 +303,25 @@ def test_kv_moves_with_an_idle_trajectory_and_paused_tools_go_on_where_they_stop
     assert result.prefill_tokens == 4 * 1000 + 4 * (20 + 20)
     plain = simulate(case, Fcfs(), 0)
     assert result.time_s == pytest.approx(plain.time_s + 3.0, abs=0.2)
+
+
+def test_policies_that_ask_hear_of_tokens_while_turns_decode() -> None:
+    heard: Counter[tuple[str, int]] = Counter()
+    ended: Counter[tuple[str, int]] = Counter()
+
+    def log(now: float, event: ev.Event, answer: Any) -> None:
+        if isinstance(event, ev.TokensGenerated):
+            heard[event.trajectory, event.turn] += event.count
+        elif isinstance(event, ev.TurnFinished):
+            ended[event.trajectory, event.turn] += event.generated
+
+    class Curious(Fcfs):
+        tokens_every_s = 0.5
+
+    simulate(scenario(kv=3400), Curious(), 0, log)
+    assert heard
+    assert all(0 < count <= ended[turn] for turn, count in heard.items())
+    assert sum(heard.values()) > 0.5 * sum(ended.values())
 
 
 def test_faults_of_scenario_and_policy_are_named() -> None:

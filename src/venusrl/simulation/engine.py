@@ -101,11 +101,6 @@ class Engine:
     def queued(self) -> int:
         return len(self.requests) - self.running
 
-    def generated(self, trajectory: str) -> int:
-        """Tokens its request decoded so far."""
-        request = self.requests[trajectory]
-        return request.generated + (self._decoded(request) if request.state == "decode" else 0)
-
     # --- time -----------------------------------------------------------------------------------------------
     def advance(self, now: float) -> None:
         """Let everything flow until ``now``."""
@@ -194,6 +189,17 @@ class Engine:
     def resume(self, now: float) -> None:
         self.advance(now)
         self.paused = False
+
+    def news(self, now: float) -> list[tuple[str, int]]:
+        """Tokens that each request decoded since this was last asked; those without any are left out."""
+        self.advance(now)
+        told = []
+        for trajectory, request in self.requests.items():
+            tokens = request.generated + (self._decoded(request) if request.state == "decode" else 0)
+            if tokens > request.reported:
+                told.append((trajectory, tokens - request.reported))
+                request.reported = tokens
+        return told
 
     def receive(self, trajectory: str, group: str, shared: int, own: int, now: float) -> bool:
         """Take KV from another worker. False, and nothing happens, if it does not fit beside the running requests."""

@@ -136,6 +136,9 @@ class Episodes:
         elif version < episode.start:
             raise PolicyFault(f"{episode.name} started with version {episode.start} and goes to {version}")
 
+    def turn(self, trajectory: str) -> int:
+        return self.live[trajectory].turn
+
     def finished(self, request: Request) -> None:
         """Its turn's tokens are there."""
         episode = self.live[request.trajectory]

@@ -25,6 +25,10 @@ from venusrl.simulation.scenario import EngineSpec, FailureSpec, FleetSpec
 class Turns(Protocol):
     """Whoever submits requests."""
 
+    def turn(self, trajectory: str) -> int:
+        """Number of the turn that its request is for."""
+        ...
+
     def finished(self, request: Request) -> None: ...
 
     def aborted(self, request: Request) -> None:
@@ -91,6 +95,9 @@ class Fleet:
             self._schedule_death(server)
         if self._spec.measure_every_s is not None:
             self._core.later(self._spec.measure_every_s, self._measure, self._spec.measure_every_s)
+        tokens_every_s = self._core.scheduler.policy.tokens_every_s
+        if tokens_every_s is not None:
+            self._core.later(tokens_every_s, self._tell_tokens, tokens_every_s)
 
     # --- requests -------------------------------------------------------------------------------------------
     def submit(self, request: Request, worker: str, urgency: int) -> int:
@@ -166,6 +173,14 @@ class Fleet:
                 used = round(engine.kv_running + engine.cache.idle)
                 self._core.report(ev.WorkerMeasured(engine.name, engine.running, engine.queued, used))
         self._core.later(every_s, self._measure, every_s)
+
+    def _tell_tokens(self, every_s: float) -> None:
+        self._core.popped += 1
+        news = [told for server in self.servers.values() for told in server.engine.news(self._core.now)]
+        if news:
+            turn = self._turns.turn
+            self._core.report(*(ev.TokensGenerated(name, turn(name), count) for name, count in news))
+        self._core.later(every_s, self._tell_tokens, every_s)
 
     # --- new weights ------------------------------------------------------------------------------------------
     def publish(self, version: int) -> None:

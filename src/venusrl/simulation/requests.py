@@ -31,6 +31,7 @@ class Request:
         "prefilled",
         "prefix",
         "queued_s",
+        "reported",
         "shared",
         "since",
         "start",
@@ -48,6 +49,8 @@ class Request:
         self.context = context
         self.left = left
         self.generated = 0
+        self.reported = 0
+        """Of those and of what it has decoded since: already told to the scheduler."""
         self.state: Literal["queued", "prefill", "decode", "ended"] = "queued"
         self.key = (0, 0)
         """Lower is served first and preempted last: urgency, then arrival."""

@@ -109,6 +109,8 @@ class Policy(ABC):
     """
 
     name = "policy"
+    tokens_every_s: float | None = None
+    """How often to hear ``TokensGenerated`` of every turn that decodes; None = what a turn's end says is enough."""
 
     def observe(self, event: Event, view: View) -> None:  # noqa: B027 -- order alone needs no history
         """One event, before the scheduler takes note of it (a trajectory that ends is still there)."""

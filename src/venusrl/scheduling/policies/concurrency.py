@@ -28,6 +28,7 @@ class Concurrency(Policy):
         if limit < 1:
             raise ValueError(f"a concurrency limit is at least 1, not {limit}")
         self.name = inner.name
+        self.tokens_every_s = inner.tokens_every_s
         self.inner = inner
         self._limit = limit
         self._places: set[str] = set()
