@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from venusrl.scheduling.config import SchedulerConfig
 from venusrl.scheduling.costs import EngineCosts
 from venusrl.scheduling.policies.registry import REGISTRY, Baseline
+from venusrl.scheduling.policies.venus import Venus
+from venusrl.scheduling.predictor.arms import Oracle
 from venusrl.simulation.bound import bound
 from venusrl.simulation.run import simulate
 from venusrl.simulation.scenario import EngineSpec, FailureSpec, FleetSpec, SandboxSpec, Scenario, TrainerSpec
+from venusrl.simulation.truth import TrueLengths
 from venusrl.simulation.workloads.synthetic import Synthetic
 
 ROUNDING = 1 - 1e-9
@@ -107,6 +110,13 @@ def as_run_by(baseline: Baseline, scenario: Scenario) -> Scenario:
 def test_no_policy_beats_the_bound(name: str, scenario: Scenario, seed: int) -> None:
     baseline = REGISTRY[name]
     result = simulate(as_run_by(baseline, scenario), baseline.policy(), seed)
+    assert result.time_s >= bound(scenario, seed).time_s * ROUNDING
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios(), seed=st.integers(0, 1000))
+def test_not_even_one_that_knows_the_lengths_beats_the_bound(scenario: Scenario, seed: int) -> None:
+    result = simulate(scenario, Venus(predictor=Oracle(TrueLengths(scenario.workload, seed))), seed)
     assert result.time_s >= bound(scenario, seed).time_s * ROUNDING
 
 
