@@ -114,12 +114,19 @@ def _do(phase: str, runs: Sequence[Run], records: Records, jobs: int, report: Re
 
 
 def _executed(runs: Sequence[Run], jobs: int) -> Iterator[Record]:
+    # Keys are the parent's: a worker may read code that was changed since.
+    keyed = [(run.key, run) for run in runs]
     if jobs == 1 or len(runs) < 2:
-        yield from map(execute, runs)
+        yield from map(_execute, keyed)
         return
     # A fresh interpreter each: nothing of ours (threads, open files) is copied into the workers.
     with multiprocessing.get_context("spawn").Pool(jobs, _ignore_interrupts) as pool:
-        yield from pool.imap_unordered(execute, runs)  # leaving the block early ends the workers
+        yield from pool.imap_unordered(_execute, keyed)  # leaving the block early ends the workers
+
+
+def _execute(keyed: tuple[str, Run]) -> Record:
+    key, run = keyed
+    return msgspec.structs.replace(execute(run), key=key)
 
 
 def _ignore_interrupts() -> None:
