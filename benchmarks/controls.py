@@ -2,11 +2,11 @@
 
     python benchmarks/controls.py [--seeds 3] [--out runs/controls]
 
-Arms: `demo` as shipped; `lr0` (learning rate 0: everything runs and nothing is learned, so 8 steps do); `shuffled` (each batch's
-rewards permuted before advantages); `pretraining` (the same wall time, on both cores, spent on more pre-training
-instead; its end is compared with the demo's start on the same tasks). Prints a table of held-out reward (sampled)
-at version 0 and at the end, the gain, and its mean over seeds with a 95% interval; writes results.json. Resumable:
-finished runs are reused.
+Arms: `demo` as shipped; `lr0` (learning rate 0: everything runs and nothing is learned, so 8 steps do); `shuffled`
+(each batch's rewards permuted before advantages); `pretraining` (the same wall time, on both cores, spent on more
+pre-training instead; its end is compared with the demo's start on the same tasks). Prints a table of held-out reward
+(sampled) at version 0 and at the end, the gain, and its mean over seeds with a 95% interval; writes results.json.
+Resumable: finished runs are reused.
 """
 
 from __future__ import annotations
