@@ -22,6 +22,7 @@ import typer
 from venusrl.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, CommandError, print_json, stderr, stdout, table
 
 if TYPE_CHECKING:
+    from venusrl.simulation.scenario import Workload
     from venusrl.simulation.suites.analysis import Analysis
     from venusrl.simulation.suites.cells import Suite
     from venusrl.simulation.suites.runner import Progress
@@ -50,7 +51,9 @@ def simulate(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON there too; - is stdout.")
     ] = None,
-    workload: Annotated[str, typer.Option(help="For a recipe: what its agents do.")] = "openswe",
+    workload: Annotated[
+        str, typer.Option(help="For a recipe: what its agents do; a workload's name or replay:RUN_DIR.")
+    ] = "openswe",
     model: Annotated[str, typer.Option(help="For a recipe: whose costs engines and trainer have.")] = "qwen3-4b",
     gpu: Annotated[str, typer.Option(help="For a recipe: h100 or h200.")] = "h100",
     steps: Annotated[int, typer.Option(min=1, help="For a recipe: optimizer steps to simulate.")] = 8,
@@ -64,6 +67,8 @@ def simulate(
     $ venusrl simulate pressure --policy venus --policy fcfs --seeds 3
 
     $ venusrl simulate qwen3-4b-swe --workload openswe
+
+    $ venusrl simulate demo --workload replay:runs/demo
 
     $ venusrl simulate validation
     """
@@ -89,7 +94,7 @@ def _suite(
     from venusrl.simulation.suites import arms
     from venusrl.simulation.suites.cells import SUITES, find_suite
     from venusrl.simulation.suites.from_recipe import recipe_suite
-    from venusrl.simulation.workloads import WorkloadError, make_workload
+    from venusrl.simulation.workloads import WorkloadError
 
     try:
         if what in SUITES:
@@ -103,11 +108,21 @@ def _suite(
                 raise
             known = f"suites are {', '.join(SUITES)}, validation; recipes are .toml files, {', '.join(shipped())}"
             raise CommandError(f"there is no suite or recipe {what!r}; {known}") from error
-        made = recipe_suite(recipe, make_workload(workload), model=model, gpu=gpu, steps=steps, seeds=seeds or 3)
+        made = recipe_suite(recipe, _workload(workload), model=model, gpu=gpu, steps=steps, seeds=seeds or 3)
         chosen = [arms.arm(name) for name in policies] or made.arms
         return _replace(made, arms=chosen)
     except (arms.UnknownArm, WorkloadError) as error:
         raise CommandError(str(error)) from error
+
+
+def _workload(name: str) -> Workload:
+    """By name, or the trajectories of a run (``replay:RUN_DIR``)."""
+    from venusrl.cli.recorded import trained_groups
+    from venusrl.simulation.workloads import make_workload
+    from venusrl.simulation.workloads.replay import replay
+
+    kind, _, folder = name.partition(":")
+    return replay(trained_groups(Path(folder))) if kind == "replay" else make_workload(name)
 
 
 def _replace(suite: Suite, **changes: Any) -> Suite:

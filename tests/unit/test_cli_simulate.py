@@ -1,0 +1,102 @@
+"""``venusrl simulate``: what it prints, writes, refuses and resumes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from venusrl.cli.main import main
+from venusrl.simulation.suites import runner
+from venusrl.simulation.suites.records import Record, Run, execute
+
+
+class Left(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Simulate = Callable[..., Left]
+DEMO = ("demo", "--workload", "synthetic", "--steps", "1", "--seeds", "2", "--jobs", "1", "--out", "out")
+
+
+@pytest.fixture
+def simulate(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Simulate:
+    monkeypatch.delenv("VENUSRL_DEBUG", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*argv: str) -> Left:
+        monkeypatch.setattr(sys, "argv", ["venusrl", "simulate", *argv])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(left.value.code, int)
+        return Left(left.value.code, out, err)
+
+    return run
+
+
+def test_a_recipe_is_simulated_and_written_down(simulate: Simulate) -> None:
+    done = simulate(*DEMO, "--policy", "venus", "--policy", "fcfs", "--json", "-")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    (cell,) = result["cells"]
+    assert set(cell["entries"]) == {"venus", "fcfs"}
+    assert cell["entries"]["fcfs"]["times_venus"]["pairs"] == 2
+    assert "tokens/s" in done.err
+    assert "synthetic" in Path("out/report.md").read_text()
+    assert json.loads(Path("out/summary.json").read_text()) == result
+    assert Path("out/timeline.png").stat().st_size > 5_000
+
+    refused = simulate(*DEMO, "--policy", "venus")
+    assert refused.code == 1
+    assert "--resume" in refused.err
+    again = simulate(*DEMO, "--policy", "venus", "--resume", "--json", "again.json")
+    assert again.code == 0
+    assert "venus" in again.out
+    assert len(Path("out", runner.RECORDS_FILE).read_text().splitlines()) == 4
+
+
+def test_mistakes_name_what_there_is(simulate: Simulate) -> None:
+    for argv, said in (
+        (("papers",), "suites are paper, pressure"),
+        (("paper", "--policy", "luck"), "there is no policy 'luck'; there are fcfs"),
+        (("demo", "--workload", "luck"), "there is no workload 'luck'"),
+        (("demo", "--model", "gpt"), "models are qwen3-4b"),
+        (("demo", "--workload", "replay:nowhere"), "there is no run in nowhere"),
+    ):
+        left = simulate(*argv)
+        assert left.code == 1
+        assert said in left.err
+        assert "Traceback" not in left.err
+
+
+def test_ctrl_c_keeps_what_is_finished(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Run] = []
+
+    def interrupted(run: Run) -> Record:
+        calls.append(run)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return execute(run)
+
+    monkeypatch.setattr(runner, "execute", interrupted)
+    left = simulate(*DEMO, "--policy", "venus", "--policy", "fcfs")
+    assert left.code == 130
+    assert "2 finished runs are kept" in left.err
+    assert "--resume" in left.err
+    assert len(Path("out", runner.RECORDS_FILE).read_text().splitlines()) == 2
+
+
+def test_a_failed_run_is_named_and_fails_the_command(simulate: Simulate) -> None:
+    left = simulate(
+        "smollm2", "--workload", "claude-code", "--steps", "1", "--seeds", "1", "--jobs", "1", "--out", "out"
+    )
+    assert left.code == 1
+    assert "some runs failed" in left.err
+    assert "RequestTooLarge" in Path("out/report.md").read_text()
