@@ -211,7 +211,7 @@ def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
 
 def test_tuning_takes_the_fastest_limit_and_leaves_our_own_policy_alone() -> None:
     base = cells.find_suite("paper", quick=True, policies=["fcfs", "venus"])
-    scarce = next(cell for cell in base.cells if cell.name == "32b-B16-a2")
+    scarce = next(cell for cell in base.cells if cell.name == "32b-B16-a2-half")
     suite = msgspec.structs.replace(base, cells=[scarce])
     runs = tuning.tuning_runs(suite, quick=True)
     assert {run.arm.name for run in runs} == {"fcfs"}

@@ -21,6 +21,8 @@ from venusrl.simulation.suites.records import Record, Run
 
 LEVELS = (0.5, 0.75, 1.0, 1.5, 2.0)
 QUICK_LEVELS = (1.0,)
+GATES = ("thunderagent",)
+"""Arms whose policy limits by itself what lives at once; the quick version does not tune them."""
 
 Tuned = dict[tuple[str, str], int | None]
 """By cell and arm."""
@@ -41,7 +43,7 @@ def tuning_runs(suite: Suite, *, quick: bool) -> list[Run]:
     for cell in suite.cells:
         limits = grid(cell, quick=quick)
         for contestant in suite.arms if suite.tuned and len(limits) > 1 else ():
-            if not contestant.ours:
+            if not contestant.ours and not (quick and contestant.policy.startswith(GATES)):
                 runs += [
                     Run(cell.name, cell.scenario, limited(contestant, n), s, purpose="tune")
                     for n in limits
