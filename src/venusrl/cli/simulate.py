@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -139,6 +140,7 @@ def _carry_out(suite: Suite, folder: Path, *, quick: bool, jobs: int, resume: bo
         records = Records(folder, resume=resume)
     except SuiteError as error:
         raise CommandError(str(error)) from error
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     try:
         found = carry_out(suite, records, quick=quick, jobs=jobs, report=_progress())
     except KeyboardInterrupt:
