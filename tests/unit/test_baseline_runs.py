@@ -58,7 +58,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     alpha=st.sampled_from(("0", "0.5", "1", "1.5", "2")),
     extra=st.integers(0, 1),

@@ -105,25 +105,25 @@ def test_one_step_off_aborts_nothing_and_publishes_between_cohorts() -> None:
 
 def test_where_kv_is_scarce_gates_compute_fewer_prompts_again_and_finish_sooner() -> None:
     load = Synthetic(turns=(15, 25), tool_s=(0.1, 2.0))
-    case = scenario("1", kv=10_000, batch=6, costs=SLOW_PREFILL, workload=load)
+    case = scenario("1", kv=10_000, batch=4, costs=SLOW_PREFILL, workload=load)
     free, _ = run("fcfs", case)
     for name in ("thunderagent-best", "thunderagent-repaired", "continuum"):
         gated, _ = run(name, case)
         assert gated.prefill_tokens < 0.7 * free.prefill_tokens
         assert gated.time_s < free.time_s
-    few, _ = run("fcfs", case, concurrency=20)
+    few, _ = run("fcfs", case, concurrency=14)
     assert few.prefill_tokens < free.prefill_tokens
 
 
 def test_where_kv_is_plenty_no_gate_matters() -> None:
-    case = scenario("1", kv=500_000)
+    case = scenario("1", kv=500_000, batch=2)
     times = {name: run(name, case)[0].time_s for name in ("fcfs", "thunderagent-best", "continuum", "fcfs-gate")}
     assert max(times.values()) < 1.02 * min(times.values())
 
 
 def test_by_its_default_flags_thunderagent_stands_still_for_its_timeout() -> None:
     """Programs that ended keep their room: once that is full, nobody enters before 1800 s."""
-    case = scenario("1", kv=10_000, workload=Synthetic(turns=(15, 25), tool_s=(0.1, 2.0)))
+    case = scenario("1", kv=5_000, batch=2, size=3, workload=Synthetic(turns=(5, 10), tool_s=(0.1, 2.0)))
     stuck, _ = run("thunderagent", case)
     free, _ = run("fcfs", case)
     assert stuck.time_s > 8 * free.time_s
@@ -131,7 +131,7 @@ def test_by_its_default_flags_thunderagent_stands_still_for_its_timeout() -> Non
 
 
 @pytest.mark.parametrize("name", BASELINES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     alpha=st.sampled_from(("0", "0.5", "1", "2")),
     kv=st.sampled_from((4_500, 30_000)),
@@ -144,7 +144,8 @@ def test_promises_hold_on_simulated_engines_whatever_happens(
 ) -> None:
     failures = FailureSpec(sandbox_rate=0.1, worker_mtbf_s=120.0, worker_restart_s=10.0) if faults else FailureSpec()
     case = scenario(alpha, kv=kv, batch=2, size=2, failures=failures, workload=Synthetic(turns=(2, 6)))
-    result, _ = run(name, case, seed, concurrency=concurrency)
+    options: dict[str, Any] = {"timeout_s": 60.0} if name.startswith("thunderagent") else {}
+    result, _ = run(name, case, seed, concurrency=concurrency, **options)
     assert result.ended == "max_steps"
-    again, _ = run(name, case, seed, concurrency=concurrency)
+    again, _ = run(name, case, seed, concurrency=concurrency, **options)
     assert msgspec.json.encode(again) == msgspec.json.encode(result)
