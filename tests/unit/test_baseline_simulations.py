@@ -116,7 +116,7 @@ def test_where_kv_is_scarce_gates_compute_fewer_prompts_again_and_finish_sooner(
 
 
 def test_where_kv_is_plenty_no_gate_matters() -> None:
-    case = scenario("1", kv=500_000, batch=2)
+    case = scenario("1", kv=500_000)
     times = {name: run(name, case)[0].time_s for name in ("fcfs", "thunderagent-best", "continuum", "fcfs-gate")}
     assert max(times.values()) < 1.02 * min(times.values())
 
