@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from venusrl.coordinator.amend import amend_record
-from venusrl.coordinator.policies import scheduler_config
 from venusrl.coordinator.episodes import Episodes, EpisodeSettings
 from venusrl.coordinator.errors import StoreFull
 from venusrl.coordinator.host import SchedulerHost
+from venusrl.coordinator.policies import scheduler_config
 from venusrl.coordinator.publish import Weights
 from venusrl.coordinator.recovery import rebuild
 from venusrl.coordinator.steps import Meter, Steps

@@ -136,7 +136,7 @@ def test_a_reader_sees_a_running_run_and_cannot_write(tmp_path: Path) -> None:
         assert reader.current_version() == 1
         assert reader.totals().trained_trajectories == 4
         with pytest.raises(StoreError):
-            reader.count("x")
+            reader.discard("lost", 1)
     with RunStore.read(tmp_path) as reader:
         assert reader.check_invariants() == []
 
@@ -462,11 +462,3 @@ def test_invariants_see_what_the_methods_would_never_do(tmp_path: Path) -> None:
         db.close()
         with RunStore.read(copy) as store:
             assert words in "\n".join(store.check_invariants())
-
-
-def test_counters_outlive_the_process(tmp_path: Path) -> None:
-    with new_store(tmp_path) as store:
-        store.count("restarts/engine")
-    with new_store(tmp_path, resume=True) as store:
-        store.count("restarts/engine", 2)
-        assert store.counters() == {"restarts/engine": 3.0}

@@ -448,19 +448,6 @@ class RunStore:
                 (reason, tokens),
             )
 
-    def count(self, name: str, by: float = 1.0) -> None:
-        """Add to a counter that outlives the process."""
-        with self._db.write() as db:
-            db.execute(
-                "INSERT INTO counters (name, value) VALUES (?, ?) "
-                "ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-                (name, by),
-            )
-
-    def counters(self) -> dict[str, float]:
-        with self._db.read() as db:
-            return dict(db.execute("SELECT name, value FROM counters ORDER BY name"))
-
     def discarded_tokens(self) -> dict[str, int]:
         """Sampled tokens that will not train, by reason. Cheap, also late in a long run."""
         with self._db.read() as db:
