@@ -274,7 +274,7 @@ def test_the_analysis_pairs_seeds_and_judges_goals() -> None:
     assert judged["gain over slime-like FIFO where KV is scarce"].met is True
     assert judged["gain over the best gated baseline where KV is scarce"].figure == pytest.approx(1.47, abs=0.01)
     assert judged["share of the bound"].met is False
-    assert judged["learned over constant prediction"].met is True
+    assert judged["sibling heuristic over constant prediction"].met is True
 
 
 def test_a_single_seed_proves_nothing_about_bounds() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from venusrl.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, CommandError, print_json, stderr, stdout, table
+from venusrl.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, CommandError, print_json, stderr, stdout, table, warn
 
 if TYPE_CHECKING:
     from venusrl.simulation.scenario import Workload
@@ -77,6 +77,8 @@ def simulate(
         _validation(out or ROOT / what, json_file)
         return
     suite = _suite(what, policy or [], seeds, quick, workload, model, gpu, steps)
+    for name, package in suite.left_out.items():
+        warn(f"policy {name} is left out: it needs {package}, which is not installed")
     folder = out or ROOT / (f"{suite.name}-quick" if quick else suite.name)
     analysis = _carry_out(suite, folder, quick=quick, jobs=jobs, resume=resume)
     written = _write(suite, analysis, folder)

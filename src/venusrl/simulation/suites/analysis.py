@@ -218,6 +218,11 @@ def _where_scarce(cell: CellAnalysis) -> Iterable[Goal]:
 
 def _prediction(cell: CellAnalysis) -> Iterable[Goal]:
     constant = cell.entries.get("constant")
-    if constant is not None and constant.times_venus is not None:
-        figure = constant.times_venus.mean
+    if constant is None or constant.times_venus is None:
+        return
+    learned = cell.entries.get("learned")
+    if learned is not None and learned.times_venus is not None:
+        figure = constant.times_venus.mean / learned.times_venus.mean
         yield Goal(cell.cell, "learned over constant prediction", figure, 0.98, figure >= 0.98)
+    figure = constant.times_venus.mean
+    yield Goal(cell.cell, "sibling heuristic over constant prediction", figure, 0.98, figure >= 0.98)

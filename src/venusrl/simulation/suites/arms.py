@@ -8,6 +8,7 @@ Guarantees: every arm meets the same workload, fleet, trainer and window or a st
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -18,14 +19,16 @@ from venusrl.scheduling.policies.registry import REGISTRY, find
 from venusrl.scheduling.policies.venus import Venus, VenusConfig
 from venusrl.scheduling.predictor import Predictor
 from venusrl.scheduling.predictor.arms import Constant, Oracle, Shuffled
+from venusrl.scheduling.predictor.learned import Learned
 from venusrl.scheduling.predictor.siblings import Limits, Siblings
 from venusrl.simulation.scenario import Scenario
 from venusrl.simulation.truth import TrueLengths
 
-PredictorName = Literal["siblings", "constant", "shuffled", "oracle"]
+PredictorName = Literal["siblings", "learned", "constant", "shuffled", "oracle"]
 VENUS = "venus"
 FAMILY: dict[str, PredictorName] = {
     VENUS: "siblings",
+    "learned": "learned",
     "constant": "constant",
     "shuffled": "shuffled",
     "oracle": "oracle",
@@ -58,6 +61,12 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def names() -> tuple[str, ...]:
     """All arms but those of the ablation."""
     return (*(name for name in REGISTRY if name not in FAMILY), *FAMILY)
+
+
+def missing(contestant: Arm) -> str:
+    """The package that this arm needs and that is not installed; empty if there is none."""
+    needs = "lightgbm" if contestant.predictor == "learned" else ""
+    return needs if needs and importlib.util.find_spec(needs) is None else ""
 
 
 def arm(name: str) -> Arm:
@@ -93,6 +102,7 @@ def _predictor(contestant: Arm, scenario: Scenario, seed: int) -> Predictor:
     )
     makers: dict[PredictorName, Callable[[], Predictor]] = {
         "siblings": lambda: Siblings(limits),
+        "learned": lambda: Learned(limits),
         "constant": lambda: Constant(limits),
         "shuffled": lambda: Shuffled(Siblings(limits), salt=str(seed)),
         "oracle": lambda: Oracle(TrueLengths(scenario.workload, seed), limits),

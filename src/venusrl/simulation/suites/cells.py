@@ -18,7 +18,7 @@ import msgspec
 from venusrl.scheduling.config import SchedulerConfig
 from venusrl.simulation import models
 from venusrl.simulation.scenario import Scenario, Script, Workload
-from venusrl.simulation.suites.arms import FAMILY, OFF, SWITCHES, VENUS, Arm, arm, names
+from venusrl.simulation.suites.arms import FAMILY, OFF, SWITCHES, VENUS, Arm, arm, missing, names
 from venusrl.simulation.workloads.drift import Drift
 from venusrl.simulation.workloads.openswe import OpenSwe
 
@@ -37,7 +37,8 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``tuned``: whether the baselines' concurrency is tuned per cell."""
+    """``tuned``: whether the baselines' concurrency is tuned per cell. ``left_out``: arms that belong to it and cannot
+    run here, with the package that they need."""
 
     name: str
     about: str
@@ -45,6 +46,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arms: list[Arm]
     seeds: int = SEEDS
     tuned: bool = True
+    left_out: dict[str, str] = {}
 
 
 class UnknownSuite(ValueError):
@@ -218,8 +220,10 @@ def find_suite(name: str, *, quick: bool = False, policies: Iterable[str] = (), 
     if name not in SUITES:
         raise UnknownSuite(f"there is no suite {name!r}; there are {', '.join(SUITES)}, validation")
     suite = SUITES[name](quick)
-    chosen = [arm(policy) for policy in policies] or suite.arms
-    return msgspec.structs.replace(suite, arms=chosen, seeds=seeds or suite.seeds)
+    wanted = [arm(policy) for policy in policies] or suite.arms
+    left_out = {each.name: package for each in wanted if (package := missing(each))}
+    chosen = [each for each in wanted if each.name not in left_out]
+    return msgspec.structs.replace(suite, arms=chosen, seeds=seeds or suite.seeds, left_out=left_out)
 
 
 def _compared() -> list[Arm]:

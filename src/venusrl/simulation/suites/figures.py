@@ -153,20 +153,21 @@ def staleness(analysis: Analysis) -> Any:
 
 def prediction(analysis: Analysis) -> Any:
     """What knowing lengths is worth: the family's throughput over that of ``constant``."""
-    cells = [c for c in analysis.cells if all(_has(c, arm) for arm in FAMILY)]
-    if not cells:
+    kinds = [arm for arm in FAMILY if arm != "constant" and any(_has(c, arm) for c in analysis.cells)]
+    cells = [c for c in analysis.cells if all(_has(c, arm) for arm in ("constant", *kinds))]
+    if len(kinds) < 2 or not cells:
         return None
     figure, axes = _figure(max(7.0, 1.1 * len(cells) + 2), 3.8)
-    kinds = [arm for arm in FAMILY if arm != "constant"]
+    width = 0.8 / len(kinds)
     for place, arm in enumerate(kinds):
-        x = [at - 0.27 + 0.27 * place for at in range(len(cells))]
+        x = [at - 0.4 + width * (place + 0.5) for at in range(len(cells))]
         worth = [c.entries["constant"].time_s / c.entries[arm].time_s - 1 for c in cells]
-        axes.bar(x, worth, 0.25, color=OURS if arm == VENUS else OTHERS[place], label=arm)
+        axes.bar(x, worth, width * 0.92, color=OURS if arm == VENUS else OTHERS[place], label=arm)
     axes.axhline(0.0, color=INK, linewidth=0.9)
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:+.0%}")
     _cells_below(axes, cells)
     axes.set_ylabel("throughput against constant prediction")
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False, fontsize=8)
     return figure
 
 

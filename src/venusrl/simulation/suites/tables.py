@@ -76,6 +76,7 @@ def report(suite: Suite, analysis: Analysis, command: str, figures: Sequence[str
         " trained; `venus is`: its throughput over the row's, geometric mean over seeds, with a 95% interval (Student t"
         " on paired log ratios); `of bound`: the physical limit's share; `limit`: trajectories alive at once, tuned per"
         " cell on other seeds, empty = none.",
+        *(f"Left out: {name}, which needs {package}." for name, package in suite.left_out.items()),
         *(f"![{name.removesuffix('.png')}]({name})" for name in figures),
         "## Goals",
         table(("cell", "goal", "figure", "wanted", "met"), [_goal(goal) for goal in goals(analysis)]),
