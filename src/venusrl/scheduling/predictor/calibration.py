@@ -60,12 +60,13 @@ def survival_quantile(outcomes: Sequence[Outcome], level: float) -> float:
     return last
 
 
-def outcome(actual: float, forecast: float, unit: float, *, known: bool) -> Outcome:
-    """What came against a forecast quantile. ``unit``: below it the quantity is as good as nothing."""
-    return Outcome(math.log((actual + unit) / (forecast + unit)), known)
+def outcome(actual: float, forecast: float, unit: float, lag: float = 0.0, *, known: bool) -> Outcome:
+    """What came against a forecast quantile. ``unit``: below it the quantity is as good as nothing. ``lag``: an error
+    (of logarithms) that the forecaster has since made good."""
+    return Outcome(math.log((actual + unit) / (forecast + unit)) - lag, known)
 
 
 def corrected(spread: Spread, shifts: Sequence[float], unit: float) -> Spread:
-    """The quantiles corrected, and in order; the mean moves with the median."""
+    """The quantiles corrected, and in order. The mean stays: calibration is of quantiles."""
     low, middle, high = (max(0.0, (q + unit) * math.exp(s) - unit) for q, s in zip(spread, shifts, strict=False))
-    return Spread(min(low, middle), middle, max(middle, high), spread.mean * math.exp(shifts[1]))
+    return Spread(min(low, middle), middle, max(middle, high), spread.mean)

@@ -22,6 +22,8 @@ from venusrl.scheduling.predictor import Spread
 _RESCALE_AT = 1e9
 _POOLED = 1.1
 """Turns within this factor of each other share their hazard, so that few ends do not make a jagged table."""
+_PRIOR_ENDED = 8.0
+"""Trajectories of ``prior_turns`` that are as if seen before everything else."""
 _ENOUGH = 1.0
 """Weight of the overall hazard among the observed."""
 _NEGLIGIBLE = 1e-4
@@ -45,7 +47,7 @@ class LifeTable:
         """Grows whenever answers change."""
         self._growth = 2.0 ** (1.0 / half_life)
         self._weight = 1.0
-        self._prior = 1.0 / max(1.0, prior_turns)
+        self._prior = (_PRIOR_ENDED, _PRIOR_ENDED * max(1.0, prior_turns))
         self._came: list[float] = []
         self._ended: list[float] = []
         self._fresh = 0
@@ -78,6 +80,7 @@ class LifeTable:
         if self._weight > _RESCALE_AT:
             self._came = [n / self._weight for n in self._came]
             self._ended = [n / self._weight for n in self._ended]
+            self._prior = (self._prior[0] / self._weight, self._prior[1] / self._weight)
             self._weight = 1.0
         self.version += 1
         self._fresh = 0
@@ -99,7 +102,7 @@ class LifeTable:
             ended.append(ended[-1] + d)
         seen = len(self._came)
         unit = self._weight
-        overall = (ended[-1] + self._prior * unit) / (came[-1] + unit)
+        overall = (ended[-1] + self._prior[0]) / (came[-1] + self._prior[1])
         k = 0
         while True:
             low, high = math.ceil(k / _POOLED), min(seen, math.floor(k * _POOLED) + 1)
@@ -167,11 +170,12 @@ class LifeTable:
 
     # --- keeping -----------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
-        return {"came": self._came, "ended": self._ended, "weight": self._weight}
+        return {"came": self._came, "ended": self._ended, "weight": self._weight, "prior": self._prior}
 
     def load(self, state: dict[str, Any]) -> None:
         self._came, self._ended = list(state["came"]), list(state["ended"])
         self._weight = float(state["weight"])
+        self._prior = (float(state["prior"][0]), float(state["prior"][1]))
         self._build()
 
 

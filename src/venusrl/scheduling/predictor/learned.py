@@ -17,6 +17,7 @@ worse than the heuristic over these, the heuristic answers, and the model is fit
 from __future__ import annotations
 
 import math
+import statistics
 import zlib
 from array import array
 from collections import deque
@@ -26,24 +27,28 @@ from typing import Any, NamedTuple
 import msgspec
 
 from venusrl.scheduling.events import Event
-from venusrl.scheduling.predictor import Forecast, Gap, Predictor, Quality, Spread, slowest
+from venusrl.scheduling.predictor import Forecast, Gap, Predictor, Quality, Spread, StateError, slowest
 from venusrl.scheduling.predictor.boosting import Boosting
 from venusrl.scheduling.predictor.calibration import LEVELS, corrected, factors, outcome
 from venusrl.scheduling.predictor.features import NAMES, features
 from venusrl.scheduling.predictor.forest import Forest, Regressor
 from venusrl.scheduling.predictor.ranks import kendall
 from venusrl.scheduling.predictor.scores import Scored, Scores, Switch
-from venusrl.scheduling.predictor.siblings import Limits, Siblings
-from venusrl.scheduling.predictor.tracks import Checkpoint, Track
+from venusrl.scheduling.predictor.siblings import Limits, Siblings, decode_state
+from venusrl.scheduling.predictor.tracks import Checkpoint, Family, Track
 
 _FORMAT = 1
-_SPACING = 1.25
+_SPACING = 1.4
 _UNITS = (0.0, 1.0, 1.0, 0.1)
 """Of turns, tokens, context, tool seconds: below it a quantity is as good as nothing."""
 _SCORED_EACH = 6
 """Forecasts of one trajectory that are scored."""
 _IMPUTED = (0.3, 0.4, 0.3)
 """Weights of the three quantiles that stand for a length that is not known yet."""
+_KEPT_WITH_RUN = 512
+_BLOCK = 64
+_CHANCE = 0.2
+"""Mean log errors of blocks of examples differ by about so much without a shift."""
 Shifts = tuple[tuple[float, ...], ...]
 _NO_SHIFT: Shifts = ((0.0, 0.0, 0.0),) * 4
 
@@ -58,6 +63,7 @@ class LearnedConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scores: int = 256
     """Over how many forecasts are judged. At most a training step's worth, so that a shift shows within one."""
     first_fit: int = 64
+    """After so many forecasts are kept, after twice as many the first model is fitted."""
     refit_every: int = 128
     """At the least; later when a quarter more than at the last fit are known."""
     look_every: int = 64
@@ -140,7 +146,8 @@ class Learned(Predictor):
         if self._forests:
             track.correction = tuple(forest.predict(row) for forest in self._forests)
         heuristic = siblings.paced(track, belief, turns)
-        if not self._kept(track):
+        if self._ended < self.config.first_fit or not self._kept(track):
+            # What the heuristic says before it has seen anything tells nothing of what it will say.
             return
         if not track.checkpoints:
             self._examples.append(track)
@@ -153,10 +160,8 @@ class Learned(Predictor):
         )
 
     def _kept(self, track: Track) -> bool:
-        if track.checkpoints or not track.turns:
-            share = -(-self.siblings.tracks.running // self.config.kept_running)
-            return bool(track.checkpoints) or zlib.crc32(track.name.encode()) % max(1, share) == 0
-        return False
+        share = -(-self.siblings.tracks.running // self.config.kept_running)
+        return bool(track.checkpoints) or zlib.crc32(track.name.encode()) % max(1, share) == 0
 
     def _scored(self, track: Track) -> Iterator[Scored]:
         every = -(-len(track.checkpoints) // _SCORED_EACH)
@@ -190,8 +195,8 @@ class Learned(Predictor):
     def prepare(self) -> Job | None:
         """What to fit now; None if that is not due. Pass ``Job.run``'s answer to ``adopt``."""
         fresh = self._ended - self._fitted_at
-        if self._fits == 0:
-            due = self._ended >= self.config.first_fit
+        if self._fitted_at == 0:
+            due = self._ended >= 2 * self.config.first_fit
         else:
             due = fresh >= max(self.config.refit_every, min(self._known_at_fit // 4, 4 * self.config.refit_every))
             due = due or (self._asked and fresh >= self.config.look_every)
@@ -214,7 +219,7 @@ class Learned(Predictor):
         weights: list[float] = []
         youngest = self.siblings.tracks.opened
         every = max(1, sum(len(t.checkpoints) for t in self._examples) // self.config.rows)
-        for track in self._examples:
+        for track, lag in zip(self._examples, self._lags(), strict=True):
             recent = 2.0 ** ((track.opened - youngest) / self.config.half_life)
             left = None if track.ended and not track.lost else self._left(track)
             for said in track.checkpoints[track.opened % every :: every]:
@@ -222,8 +227,27 @@ class Learned(Predictor):
                     rows.append(said.features)
                     weights.append(weight * recent)
                     for level, forecast in enumerate(said.heuristic[:3]):
-                        values[level].append(math.log(actual / forecast))
+                        values[level].append(math.log(actual / forecast) - lag)
         return Job(self._regressor, rows, values, weights)
+
+    def _lags(self) -> list[float]:
+        """By how much the heuristic was out for each example because lengths were shifting and it had yet to follow.
+
+        What it has since made good must be neither learned nor calibrated for: that would correct it twice. A block of
+        examples that is out by much more than the others is taken to be such.
+        """
+        errors = [self._error(track) for track in self._examples]
+        blocks = [errors[i : i + _BLOCK] for i in range(0, len(errors), _BLOCK)]
+        means = [math.fsum(block) / len(block) for block in blocks]
+        usual = statistics.median(means) if means else 0.0
+        lags = [math.copysign(max(0.0, abs(mean - usual) - _CHANCE), mean - usual) for mean in means]
+        return [lag for lag, block in zip(lags, blocks, strict=True) for _ in block]
+
+    def _error(self, track: Track) -> float:
+        """The logarithm of a trajectory's true remaining turns over the heuristic's median, when it was first kept."""
+        said = track.checkpoints[0]
+        left = 0.0 if track.ended and not track.lost else self._left(track).p50
+        return math.log((track.turns - said.had[0] + left) / said.heuristic[1])
 
     def _left(self, track: Track) -> Spread:
         """What is believed to be left of one whose end is not known."""
@@ -245,7 +269,7 @@ class Learned(Predictor):
         """Calibration of the heuristic or of the model, by one forecast of each of the newest trajectories."""
         newest = self.config.scores + min(self.siblings.tracks.running, self.config.kept_running)
         found: list[list[list[Any]]] = [[[] for _ in LEVELS] for _ in _UNITS]
-        for track in list(self._examples)[-newest:]:
+        for track, lag in list(zip(self._examples, self._lags(), strict=True))[-newest:]:
             said = track.checkpoints[zlib.crc32(track.name.encode()) % len(track.checkpoints)]
             forecast = said.model if model else said.heuristic
             if forecast is None:
@@ -254,7 +278,7 @@ class Learned(Predictor):
             for i, (had, has, unit) in enumerate(zip(said.had, track.had(), _UNITS, strict=True)):
                 actual = has - had if known or i else max(1.0, has - had)
                 for level in range(3):
-                    found[i][level].append(outcome(actual, forecast[3 * i + level], unit, known=known))
+                    found[i][level].append(outcome(actual, forecast[3 * i + level], unit, lag, known=known))
         return tuple(factors(one) for one in found)
 
     # --- answers ------------------------------------------------------------------------------------------
@@ -272,7 +296,8 @@ class Learned(Predictor):
         """The heuristic's forecast with the model's correction of turns, before calibration."""
         if track.correction is None:
             return heuristic
-        turns = self._bounded(track.turns, corrected(heuristic.turns, track.correction, 0.0))
+        turns = corrected(heuristic.turns, track.correction, 0.0)
+        turns = self._bounded(track.turns, turns._replace(mean=turns.mean * math.exp(track.correction[1])))
         belief = self.siblings.belief(track.family)
         return self.siblings.paced(track, belief, turns)._replace(source="learned")
 
@@ -315,6 +340,62 @@ class Learned(Predictor):
             switches=self._switch.flips,
             refits=self._fits,
         )
+
+    # --- keeping -------------------------------------------------------------------------------------------
+    def state(self) -> bytes:
+        ended = [track for track in self._examples if track.ended and not track.lost][-_KEPT_WITH_RUN:]
+        kept = {
+            "format": _FORMAT,
+            "predictor": "learned",
+            "features": NAMES,
+            "siblings": self.siblings.state(),
+            "forests": self._forests,
+            "examples": [_packed(track) for track in ended],
+            "scores": self._scores.state(),
+            "learned": self._switch.learned,
+            "flips": self._switch.flips,
+            "shifts": self._shifts,
+            "counts": [self._ended, self._looked_at, self._fitted_at, self._known_at_fit, self._fits],
+        }
+        return msgspec.msgpack.encode(kept)
+
+    def load(self, state: bytes) -> None:
+        kept = decode_state(state, "learned", _FORMAT)
+        if tuple(kept.get("features", ())) != NAMES:
+            raise StateError("the predictor's state is of a release with other features")
+        try:
+            self.siblings.load(kept["siblings"])
+            forests = msgspec.convert(kept["forests"], tuple[Forest, ...])
+            for forest in forests:
+                forest.check(len(NAMES))
+            self._forests = forests
+            self._examples = deque(_unpacked(one) for one in kept["examples"])
+            self.siblings.tracks.opened = max((t.opened + 1 for t in self._examples), default=0)
+            self._scores.load(kept["scores"])
+            self._switch.learned, self._switch.flips = bool(kept["learned"]), int(kept["flips"])
+            self._shifts = {name: tuple(map(tuple, shifts)) for name, shifts in kept["shifts"].items()}
+            self._ended, self._looked_at, self._fitted_at, self._known_at_fit, self._fits = kept["counts"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"the predictor's state is damaged: {error!r}") from error
+
+
+def _packed(track: Track) -> list[Any]:
+    said = [[c.features.tobytes(), c.had, c.heuristic, c.model, c.given] for c in track.checkpoints]
+    return [track.name, track.opened, track.turns, track.tokens, track.prompt, track.tool_s, said]
+
+
+def _unpacked(kept: list[Any]) -> Track:
+    name, opened, turns, tokens, prompt, tool_s, said = kept
+    track = Track(name, Family("", "", 0), opened, phase="finished", turns=turns, first=0, ended=True)
+    track.tokens, track.prompt, track.tool_s = tokens, prompt, tool_s
+    for features_, had, heuristic, model, given in said:
+        row = array("f")
+        row.frombytes(features_)
+        if len(row) != len(NAMES):
+            raise ValueError(f"an example of {len(row)} features")
+        seen = None if model is None else tuple(model)
+        track.checkpoints.append(Checkpoint(row, tuple(had), tuple(heuristic), seen, tuple(given)))
+    return track
 
 
 def _flat(forecast: Forecast) -> tuple[float, ...]:

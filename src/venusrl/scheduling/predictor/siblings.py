@@ -4,12 +4,13 @@ Owns: ``Siblings`` and what it learns. Must not know: policies, fitted models.
 
 Model: log T = everybody's mean + the group's deviation + the trajectory's own. Everybody's distribution is a life
 table (``history``); the group's deviation is estimated from finished siblings, from running ones by how far they came
-(in proportion to how much that says), and from earlier groups of the task, and shrunk by the measured share of
-variance between groups (best linear prediction). Remaining turns are the table's, stretched by that deviation, given
+(without these the first to finish, which are short, mislead: by 16% of the mean remaining turns at half length), and
+from earlier groups of the task, and shrunk by the measured share of variance between groups (best linear prediction).
+Remaining turns are the table's, stretched by that deviation, given
 the turns already played. Tokens, context and tool time are turns times the trajectory's own pace, shrunk towards its
 group's and everybody's.
 
-Guarantees: O(1) an event and a forecast but for the group's size; answers do not depend on what was asked before.
+Guarantees: O(1) an event and a forecast but for the group's size.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from venusrl.scheduling.predictor.tracks import Family, Seen, Tally, Track, Trac
 _TASKS_KEPT = 65_536
 _TASK_WEIGHT = 0.5
 """What a sibling of an earlier group of the task counts (the policy has changed since), again for every group since."""
+_LAG_GROUPS = 16.0
 _FORMAT = 1
 
 
@@ -50,8 +52,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Told(NamedTuple):
-    """What one member, or all of them, say of a group: how much that counts, and deviations of logs times that; of
-    lengths, then of the three paces."""
+    """What one member says of its group: how much is known of it (1: all), and its expected deviation; of the logarithm
+    of its length, then of the three paces (times how much is known)."""
 
     weight: float
     total: float
@@ -111,7 +113,7 @@ class Siblings(Predictor):
         self.verdicts = Durations(half_life=half_life, prior=10.0)
         self.variance = GroupVariance()
         self._tasks: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        self._ended = 0
+        self._lag = 0.0
 
     # --- learning ----------------------------------------------------------------------------------------
     def observe(self, event: Event, now: float) -> None:
@@ -134,7 +136,6 @@ class Siblings(Predictor):
             case "verdict":
                 self.verdicts.add(seen.value)
             case "ended":
-                self._ended += 1
                 self.lengths.ended(track.turns - 1)
                 for pace, tally in self.paces(track):
                     pace.ended(tally)
@@ -152,10 +153,12 @@ class Siblings(Predictor):
         self.variance.add(deviations)
         for all_, tallies in zip(self._all, zip(*(_tallies(track) for track in members), strict=True), strict=True):
             all_.complete(tallies)
+        # While all lengths shift, every group deviates from the mean that follows them: that is not the task's doing.
+        self._lag += (math.fsum(deviations) / len(deviations) - self._lag) / _LAG_GROUPS
         weight, total = self._tasks.pop(family.task, (0.0, 0.0))
         self._tasks[family.task] = (
             _TASK_WEIGHT * (weight + len(deviations)),
-            _TASK_WEIGHT * (total + math.fsum(deviations)),
+            _TASK_WEIGHT * (total + math.fsum(deviations) - len(deviations) * self._lag),
         )
         if len(self._tasks) > _TASKS_KEPT:
             self._tasks.popitem(last=False)
@@ -197,9 +200,11 @@ class Siblings(Predictor):
         if track.ended:
             weight, deviation = 1.0, self._log_length(track) - mean
         else:
-            weight, deviation = 1.0 - self.lengths.survival(track.turns), self.lengths.log_beyond(track.turns) - mean
+            # The score and (nearly) the information of a normal variable known to be larger than that.
+            weight = math.sqrt(1.0 - self.lengths.survival(track.turns))
+            deviation = self.lengths.log_beyond(track.turns) - mean
         paces = tuple(pace.told(tally) for pace, tally in self.paces(track))
-        return Told(weight, weight * deviation, paces)
+        return Told(weight, deviation, paces)
 
     def others(self, track: Track, belief: Belief) -> tuple[float, float]:
         """How many members' worth is known of the group without the trajectory itself, and their deviations' sum."""
@@ -323,6 +328,7 @@ class Siblings(Predictor):
 
     def state(self) -> bytes:
         kept: dict[str, Any] = {name: part.state() for name, part in self.parts().items()}
+        kept["lag"] = self._lag
         kept["tasks"] = [[task, *values] for task, values in self._tasks.items()]
         return msgspec.msgpack.encode({"format": _FORMAT, "predictor": "siblings", **kept})
 
@@ -331,6 +337,7 @@ class Siblings(Predictor):
         try:
             for name, part in self.parts().items():
                 part.load(kept[name])
+            self._lag = float(kept["lag"])
             self._tasks = OrderedDict((task, (weight, total)) for task, weight, total in kept["tasks"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the predictor's state is damaged: {error!r}") from error
