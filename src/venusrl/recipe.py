@@ -147,6 +147,10 @@ class ScheduleSection(_Section):
     policy_options: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="Options of the policy; for venus the mechanisms that can be switched off"
     )
+    predictor: Literal["siblings", "learned"] = Field(
+        "siblings",
+        description="Of remaining lengths, for venus; learned needs pip install venusrl[predictor]",
+    )
     batch_groups: int = Field(8, ge=1, description="B: groups of one optimizer step")
     group_size: int = Field(8, ge=2, description="G: trajectories sampled from one task")
     async_factor: ExactDecimal = Field(Decimal(1), ge=0, description="alpha, an exact decimal")
@@ -277,6 +281,8 @@ def warnings(recipe: Recipe) -> list[str]:
     found = []
     if training.loss != "decoupled" and _changed(training, "importance_cap"):
         found.append('training.importance_cap has an effect only with training.loss = "decoupled"')
+    if schedule.policy != "venus" and _changed(schedule, "predictor"):
+        found.append('schedule.predictor has an effect only with schedule.policy = "venus"')
     if schedule.deadline != "drop" and _changed(schedule, "drop_grace_s"):
         found.append('schedule.drop_grace_s has an effect only with schedule.deadline = "drop"')
     if rollout.engine != "embedded" or rollout.urls:

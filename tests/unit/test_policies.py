@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from venusrl.coordinator.policies import RUNNABLE, make_policy, scheduler_config
-from venusrl.recipe import PolicyName, RecipeError, load
+from venusrl.coordinator.forecasts import Forecasts
+from venusrl.coordinator.policies import RUNNABLE, make_policy, make_predictor, scheduler_config
+from venusrl.recipe import PolicyName, RecipeError, load, warnings
+from venusrl.scheduling import events as ev
+from venusrl.scheduling.events import Event
 from venusrl.scheduling.policies.registry import REGISTRY
 from venusrl.scheduling.policies.venus import Venus
+from venusrl.scheduling.predictor import Predictor
+from venusrl.scheduling.predictor.learned import Learned
+from venusrl.scheduling.predictor.siblings import Siblings
+from venusrl.types import StopReason
 
 
 def test_a_recipe_names_what_a_real_run_can_carry_out() -> None:
@@ -27,7 +35,7 @@ def test_every_name_makes_its_policy(name: str) -> None:
 
 def test_options_reach_the_policy() -> None:
     recipe = load("demo", ["schedule.policy=venus", "schedule.policy_options.frontier=false"])
-    policy = make_policy(recipe)
+    policy = make_policy(recipe, make_predictor(recipe))
     assert isinstance(policy, Venus)
     assert not policy.settings.frontier
 
@@ -47,3 +55,56 @@ def test_an_option_that_a_policy_does_not_have_is_an_error(policy: str, option: 
     with pytest.raises(RecipeError, match=said) as raised:
         make_policy(recipe)
     assert "schedule.policy_options" in str(raised.value)
+
+
+def test_venus_believes_what_the_recipe_says() -> None:
+    assert make_predictor(load("demo", [])) is None
+    siblings = make_predictor(load("demo", ["schedule.policy=venus"]))
+    learned = make_predictor(load("demo", ["schedule.policy=venus", "schedule.predictor=learned"]))
+    assert isinstance(siblings, Siblings)
+    assert siblings.limits.max_turns == 6
+    assert isinstance(learned, Learned)
+    assert not learned.config.inline, "fitting must not stop the event loop"
+    assert "has an effect only with" in warnings(load("demo", ["schedule.predictor=learned"]))[0]
+
+
+def _finished(predictor: Predictor, count: int) -> None:
+    for number in range(count):
+        name, now = f"t{number}", float(number)
+        told: list[Event] = [
+            ev.GroupOpened(f"g{number}", number, "task", 1),
+            ev.TrajectoryOpened(name, f"g{number}", 0, 0),
+            ev.TurnRequested(name, 0, 100, 50, 100),
+            ev.TurnDispatched(name, 0, "w", 0),
+            ev.TurnFinished(name, 0, 10, 0, StopReason.STOP),
+            ev.VerificationStarted(name),
+            ev.VerificationFinished(name, 1.0),
+            ev.TrajectoryFinished(name),
+        ]
+        for event in told:
+            predictor.observe(event, now)
+
+
+def test_what_was_learned_survives_the_process(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = Forecasts(Siblings(), tmp_path / "predictor.bin", lambda kind, fields: said.append(kind))
+    first.load()
+    assert first.predictor is not None
+    _finished(first.predictor, 20)
+    first.save()
+    again = Forecasts(Siblings(), tmp_path / "predictor.bin", lambda kind, fields: said.append(kind))
+    again.load()
+    assert again.predictor is not None
+    assert again.predictor.state() == first.predictor.state() != Siblings().state()
+    assert said == []
+    assert [path.name for path in tmp_path.iterdir()] == ["predictor.bin"]
+
+
+async def test_a_damaged_file_costs_what_was_learned_and_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "predictor.bin").write_bytes(b"not a state")
+    said: list[tuple[str, dict[str, object]]] = []
+    forecasts = Forecasts(Siblings(), tmp_path / "predictor.bin", lambda kind, fields: said.append((kind, fields)))
+    forecasts.load()
+    assert [kind for kind, _ in said] == ["predictor_reset"]
+    assert not await forecasts.refit()
+    assert not await Forecasts(None, tmp_path / "none", lambda kind, fields: None).refit()

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from venusrl import recipe as recipes
-from venusrl.coordinator.policies import make_policy
+from venusrl.coordinator.policies import make_policy, make_predictor
 from venusrl.models import ModelError, resolve
 from venusrl.recipe import Recipe
 
@@ -38,8 +38,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(recipe: Recipe) -> Plan:
-    """Raises RecipeError for options that the scheduling policy does not have."""
-    make_policy(recipe)
+    """Raises RecipeError for what the scheduling policy and its predictor do not have."""
+    make_policy(recipe, make_predictor(recipe))
     schedule = recipe.schedule
     window = math.floor((1 + schedule.async_factor) * schedule.batch_groups)
     derived: dict[str, Any] = {

@@ -27,8 +27,9 @@ from venusrl.coordinator.engines import LocalEngines, RemoteEngines
 from venusrl.coordinator.episodes import Episodes, EpisodeSettings
 from venusrl.coordinator.errors import RunFailed, ShutdownTimeout
 from venusrl.coordinator.evaluation import EvaluationItem, EvaluationPlan, Evaluator
+from venusrl.coordinator.forecasts import Forecasts
 from venusrl.coordinator.host import SchedulerHost
-from venusrl.coordinator.policies import MIN_VALID, make_policy, scheduler_config
+from venusrl.coordinator.policies import MIN_VALID, make_policy, make_predictor, scheduler_config
 from venusrl.coordinator.processes import Command, ProcessExit, SupervisedProcess
 from venusrl.coordinator.publish import PublishRecord, RunningTurns, WeightPublisher, Weights
 from venusrl.coordinator.recovery import rebuild
@@ -136,7 +137,9 @@ class Assembly:
     # --- building ---------------------------------------------------------------------------------------------
     def _build_rollout(self) -> None:
         recipe = self.recipe
-        self.scheduler = Scheduler(scheduler_config(recipe), make_policy(recipe))
+        predictor = make_predictor(recipe)
+        self.forecasts = Forecasts(predictor, self.store.run_dir / "predictor.bin", self._event)
+        self.scheduler = Scheduler(scheduler_config(recipe), make_policy(recipe, predictor))
         self.host = SchedulerHost(self.scheduler, on_failure=self.faults.report)
         self.gateway = Gateway({}, self._tokenizer, self.host.notify, settings=self._gateway_settings)
         self.running = RunningTurns()
@@ -271,6 +274,7 @@ class Assembly:
         recovered = rebuild(self.store, state, self._tasks, self._episode_settings)
         for group in recovered.groups:
             self.episodes.adopt(group)
+        self.forecasts.load()
         self.host.restore(recovered.events)
         if state.lost_trajectories:
             self._event("recovered", {"lost_trajectories": state.lost_trajectories, "lost_tokens": state.lost_tokens})
@@ -287,6 +291,8 @@ class Assembly:
         """Stop processes and connections. Every step is bounded, and none keeps the next from being tried."""
         left: list[str] = []
         self.faults.close()
+        with contextlib.suppress(OSError):  # a full disk: the run's own record matters more, and says so itself
+            self.forecasts.save()
         for what, closing in (
             ("the publisher", self.publisher.close()),
             ("the gateway", self.gateway.close()),

@@ -19,6 +19,8 @@ from venusrl.scheduling.policies import Policy
 from venusrl.scheduling.policies.registry import REGISTRY, Baseline, UnknownPolicy
 from venusrl.scheduling.policies.venus import Venus, VenusConfig
 from venusrl.scheduling.predictor import Predictor
+from venusrl.scheduling.predictor.boosting import LibraryMissing
+from venusrl.scheduling.predictor.learned import Learned, LearnedConfig
 from venusrl.scheduling.predictor.siblings import Limits, Siblings
 
 MIN_VALID = 2
@@ -34,22 +36,30 @@ def runnable(baseline: Baseline) -> bool:
 RUNNABLE = tuple(name for name, baseline in REGISTRY.items() if runnable(baseline))
 
 
-def make_policy(recipe: Recipe) -> Policy:
-    """A fresh policy. Raises RecipeError for options that it does not have."""
+def make_policy(recipe: Recipe, predictor: Predictor | None = None) -> Policy:
+    """A fresh policy; ``predictor`` as ``make_predictor`` gives it. Raises RecipeError for options it does not have."""
     name = recipe.schedule.policy
     options: dict[str, Any] = dict(recipe.schedule.policy_options)
     try:
         if name == "venus":
-            return Venus(msgspec.convert(options, VenusConfig), make_predictor(recipe))
+            return Venus(msgspec.convert(options, VenusConfig), predictor)
         return REGISTRY[name].policy(**options)
     except (msgspec.ValidationError, UnknownPolicy, ValueError, TypeError) as error:
         raise RecipeError(f"schedule.policy_options: {error}") from error
 
 
-def make_predictor(recipe: Recipe) -> Predictor:
-    """What ``venus`` expects of lengths: siblings, the task's past and a life table, learned as the run goes."""
+def make_predictor(recipe: Recipe) -> Predictor | None:
+    """What the policy is to believe of lengths; None for one that does not ask. Raises RecipeError."""
+    if recipe.schedule.policy != "venus":
+        return None
     agent = recipe.agent
-    return Siblings(Limits(agent.max_turns, agent.max_output_tokens, recipe.rollout.context_tokens))
+    limits = Limits(agent.max_turns, agent.max_output_tokens, recipe.rollout.context_tokens)
+    if recipe.schedule.predictor == "siblings":
+        return Siblings(limits)
+    try:
+        return Learned(limits, LearnedConfig(inline=False))
+    except LibraryMissing as error:
+        raise RecipeError(f'schedule.predictor = "learned": {error}') from error
 
 
 def scheduler_config(recipe: Recipe) -> SchedulerConfig:

@@ -194,6 +194,7 @@ class _Drive:
         parts, spawn = self._parts, self._supervisor.spawn
         spawn("trainer API", parts.api.wait_failed())
         spawn("tick", parts.host.tick(), endless=True)
+        spawn("forecasts", parts.forecasts.keep(), endless=True)
         self._trainer = spawn("trainer", self._train())
         self._workers = [spawn(f"worker {name}", parts.pool.keep(name), endless=True) for name in parts.pool.workers]
         self._evaluation = spawn("evaluation", parts.evaluator.run(), endless=True)
