@@ -33,9 +33,9 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sandboxes: bool = True
     """Ask for sandboxes in order of need and pause background ones for the frontier."""
 
-    watermark: float = 0.97
+    watermark: float = 0.92
     """Share of a worker's KV that admission fills."""
-    overcommit: float = 1.1
+    overcommit: float = 2.0
     """Share of a worker's KV that residents, half-way through what they have left, may come to need together."""
     refresh_s: float = 5.0
     """How often ranks follow the predictions when nothing structural happened."""
@@ -45,7 +45,7 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Background residents yield their KV at a turn's boundary to a frontier turn that waited that long."""
     claim_after_s: float = 30.0
     """A frontier or aged turn that waited that long keeps the room of one worker for itself."""
-    interference_share: float = 0.5
+    interference_share: float = 1.0
     preempt_after_s: float = 30.0
     max_preemptions: int = 2
     """Of one trajectory."""

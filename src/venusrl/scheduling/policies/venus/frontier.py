@@ -11,6 +11,7 @@ a margin: a frontier that changed with every estimate would start everything and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from venusrl.scheduling.policies import View
@@ -28,11 +29,17 @@ class Frontier:
         self._by_batch = by_batch
         self._levels: dict[str, int] = {}
         self._places: dict[str, int] = {}
+        self._cohorts: dict[str, float] = {}
         self.changes = 0
         """Grows with each new order."""
 
     def level(self, group: str) -> int:
         return self._levels.get(group, BACKGROUND_LEVEL)
+
+    def cohort(self, group: str) -> float:
+        """What members of groups behind the frontier are ordered by before their own length: the version that they
+        must train with in the end; groups not started have all the time. Without batches, the group's age."""
+        return self._cohorts.get(group, math.inf)
 
     def knows(self, group: str) -> bool:
         return group in self._places
@@ -45,6 +52,7 @@ class Frontier:
         """Order anew. ``needs``: what the group still needs, in seconds of work. True if anything changed."""
         levels = self._select(view, needs) if self._by_batch else dict.fromkeys(view.window.open, FRONTIER_LEVEL)
         groups = sorted(view.window.open.values(), key=lambda g: self._key(g, levels, needs))
+        self._cohorts = {group.name: self._cohort(group) for group in groups}
         places = {group.name: place for place, group in enumerate(groups)}
         changed = levels != self._levels or places != self._places
         self._levels, self._places = levels, places
@@ -65,6 +73,11 @@ class Frontier:
         levels = dict.fromkeys(selection.groups, FRONTIER_LEVEL)
         levels.update(dict.fromkeys(selection.mandatory, DEADLINE_LEVEL))
         return levels
+
+    def _cohort(self, group: Group) -> float:
+        if not self._by_batch:
+            return group.ordinal
+        return math.inf if group.start is None else group.start
 
     def _key(self, group: Group, levels: dict[str, int], needs: Callable[[Group], float]) -> tuple[float, ...]:
         if not self._by_batch:

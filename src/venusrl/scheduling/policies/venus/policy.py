@@ -180,8 +180,7 @@ class Venus(Policy):
         total = self.lengths.total(turn.trajectory) if self.settings.longest_first else 0.0
         if level != BACKGROUND_LEVEL:
             return (level, -total, turn.requested_at)
-        place, unstarted = self.frontier.place(turn.group), not self.admission.started(turn.trajectory)
-        return (level, place, unstarted, -total, turn.requested_at)
+        return (level, self.frontier.cohort(turn.group), -total, turn.requested_at)
 
     def _refresh(self, view: View) -> None:
         window = view.window

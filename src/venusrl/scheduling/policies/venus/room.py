@@ -17,6 +17,9 @@ from venusrl.scheduling.policies.venus.retention import Gaps, HoldTimes
 
 _RECOMPUTE_S = 20.0
 """Believed where a worker's costs are not known: the time in which it computes all its KV anew."""
+_BATCH, _FILLED = 8, 0.8
+"""A worker under load: sequences that decode, share of the KV that is read."""
+_LEAST_WORTH = 0.05
 
 
 class Room:
@@ -156,7 +159,13 @@ class Room:
 
 
 def recompute_s(worker: Worker, tokens: int) -> float:
-    """The price of KV: prefill(c) / (c/C)."""
-    if worker.costs is None or tokens <= 0:
+    """What a gap may cost at most, in seconds: prefill(c) / (c/C), over what a share of the KV is worth of a worker.
+
+    Twice the KV does not decode twice as fast: a step takes its base once and reads the KV of every sequence, so that
+    tokens a second grow with the KV in use as base / step of themselves.
+    """
+    costs = worker.costs
+    if costs is None or tokens <= 0:
         return _RECOMPUTE_S
-    return worker.costs.prefill_s(tokens) * worker.kv_capacity / tokens
+    worth = costs.step_base_s / costs.step_s(_BATCH, _FILLED * worker.kv_capacity)
+    return costs.prefill_s(tokens) * worker.kv_capacity / tokens / max(worth, _LEAST_WORTH)
