@@ -13,11 +13,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "venusrl"
 
-_WORDS = {"types", "clock", "recipe", "models"}
+_WORDS = {"types", "clock", "leaving", "recipe", "models"}
 """Plain vocabulary that anything may use (``scheduling`` only the first)."""
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "clock": set(),
+    "leaving": set(),
     "recipe": set(),
     "models": {"recipe"},
     "scheduling": {"types"},
@@ -42,6 +43,7 @@ HEAVY_ALLOWED = ("training/", "rollout/engines/", "testing/")
 LIGHT_PARTS = (
     "types",
     "clock",
+    "leaving",
     "recipe",
     "models",
     "scheduling",

@@ -27,6 +27,7 @@ import torch
 import transformers
 from pydantic import ValidationError
 
+from venusrl.leaving import leave
 from venusrl.models import ModelError
 from venusrl.recipe import Recipe
 from venusrl.training import checkpoint as checkpoints
@@ -265,4 +266,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

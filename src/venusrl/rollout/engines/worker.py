@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from venusrl.leaving import leave
 from venusrl.rollout.engines import wire
 
 if TYPE_CHECKING:
@@ -117,4 +118,4 @@ def _refuse(message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
