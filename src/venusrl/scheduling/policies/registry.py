@@ -7,7 +7,10 @@ Fairness: a mode may be stricter than the run's window and staleness bound, neve
 an original leaves a choice to its user, the more favourable one is taken and the summary says so. Two
 liberties are taken with all of them in their favour: prompts are counted exactly (ThunderAgent estimates them from
 characters), and tokens of an aborted turn are kept and go on under the new weights (slime's agent layer ends the turn,
-ROLL's agentic one asks for it again).
+ROLL's agentic one asks for it again). docs/baselines.md has the details.
+
+``venus`` with other knowledge of lengths (oracle, constant, shuffled) is the same policy with another predictor: its
+options take one, and ``simulation.suites.arms`` names these.
 """
 
 from __future__ import annotations

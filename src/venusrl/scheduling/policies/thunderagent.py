@@ -82,8 +82,8 @@ class ThunderAgent(Policy):
         self._over: dict[str, Backend] = {}
         """Workers beyond their capacity."""
         self._next_round = 0.0
-        # Its source adds up every 20 streamed chunks; what matters is what it knows at a round.
-        self.tokens_every_s = interval_s
+        # Its source adds up every 20 streamed chunks; what matters is what it knows at a round, within its buffers.
+        self.tokens_every_s = max(interval_s, 5.0)
         self._round_needed = False
         self._changes = -1
 
