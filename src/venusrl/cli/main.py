@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from venusrl.cli import demo_policy, doctor, engine, runs, simulate, tasks, train
+from venusrl.cli import demo_policy, doctor, engine, predictor, runs, simulate, tasks, train
 from venusrl.cli.output import EXIT_FAILED, EXIT_USAGE, CommandError, print_json, stderr
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(engine.app, name="engine")
 app.add_typer(demo_policy.app, name="demo-policy")
+app.add_typer(predictor.app, name="predictor")
 
 
 def _print_version(wanted: bool) -> None:
