@@ -109,9 +109,11 @@ def test_a_run_is_read(predictor: Command, tmp_path: Path, monkeypatch: pytest.M
     ]
     monkeypatch.setattr(recorded, "trained_groups", lambda path: iter(groups))
     pytest.importorskip("lightgbm")
-    done = predictor("evaluate", tmp_path, tmp_path, "--json")
+    (other := tmp_path / "other").mkdir()
+    done = predictor("evaluate", tmp_path, other, "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["evaluations"][0]["trajectories"] == 48, "the same run twice is the same trajectories"
+    assert json.loads(done.out)["evaluations"][0]["trajectories"] == 96, "names of two runs do not clash"
+    assert "named twice" in predictor("evaluate", tmp_path, tmp_path).err
     monkeypatch.setattr(recorded, "trained_groups", lambda path: iter(()))
     assert "no trained trajectory yet" in predictor("evaluate", tmp_path).err
 

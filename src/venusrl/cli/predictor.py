@@ -37,7 +37,7 @@ def train(
     max_tokens: _MaxTokens = None,
     json_output: _Json = False,
 ) -> None:
-    """Learn from recorded trajectories; the file can be given to evaluate, or laid into a run's directory as predictor.bin.
+    """Learn from recorded trajectories. The file is for evaluate, or for a run's directory as its predictor.bin.
 
     Example:
 
