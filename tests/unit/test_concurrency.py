@@ -11,6 +11,7 @@ from venusrl.scheduling.actions import Dispatch, Hold
 from venusrl.scheduling.config import SchedulerConfig
 from venusrl.scheduling.policies.concurrency import Concurrency
 from venusrl.scheduling.policies.fcfs import Fcfs
+from venusrl.scheduling.policies.rollflash import RollFlash
 from venusrl.scheduling.scheduler import Scheduler
 from venusrl.types import FailureKind, StopReason
 
@@ -78,6 +79,32 @@ def test_a_turn_asked_for_again_while_it_waits_keeps_one_place() -> None:
     bench.answer("a0")
     assert bench.tell(ev.VerificationStarted("a0")) == [("a1", "sent")]
     assert bench.ask("b0") == []
+
+
+def test_a_group_that_may_not_start_any_more_gives_its_place_back() -> None:
+    """Else members of groups that the next batch needs would wait for one that waits for that batch."""
+    bench = Bench(3)
+    policy = Concurrency(RollFlash(affinity="prompt"), 3)
+    bench.scheduler = Scheduler(SchedulerConfig(2, 2, Decimal(1), 1), policy)
+    bench.tell(ev.VersionPublished(0), ev.WorkerUp("w0", 10_000, 64, 0), ev.WorkerUp("w1", 10_000, 64, 0))
+    for number, group in enumerate("exycf"):
+        bench.tell(ev.GroupOpened(group, number, "t", 2))
+        bench.tell(*(ev.TrajectoryOpened(f"{group}{i}", group, i, 0) for i in range(2)))
+    assert bench.ask("e0", "x0", "y0") == [("e0", "sent"), ("x0", "sent"), ("y0", "sent")]
+    bench.tell(ev.VerificationStarted("e0"), ev.VerificationStarted("y0"), ev.WorkerDraining("w1"))
+    assert bench.ask("c0") == [("c0", "draining")]
+    bench.tell(ev.TrajectoryFinished("e0"), ev.TrajectoryFinished("y0"))
+    assert bench.ask("f0") == [("f0", "sent")]
+    # Four groups have begun, no other may before a batch has formed: c0 has given its place, the third, to e1.
+    assert bench.ask("e1") == [("e1", "sent")]
+    assert bench.ask("x1") == [("x1", "concurrency")]
+    bench.tell(ev.WorkerAcknowledged("w1", 0), ev.VerificationStarted("e1"), ev.TrajectoryFinished("e1"))
+    bench.tell(ev.VerificationStarted("x0"))
+    assert bench.ask("y1") == [("y1", "sent")]
+    bench.tell(ev.VerificationStarted("y1"))
+    bench.tell(ev.TrajectoryFinished("y1"), ev.BatchTrained(0))
+    assert bench.tell(ev.VersionPublished(1)) == [("c0", "weights")]
+    assert bench.tell(ev.WorkerAcknowledged("w1", 1)) == [("c0", "sent")]
 
 
 def test_the_limit_is_positive() -> None:
