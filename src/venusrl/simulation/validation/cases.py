@@ -22,10 +22,12 @@ from venusrl.simulation.validation.engines import POD_KV, coder_30b_pod, small_e
 from venusrl.simulation.validation.policies import CountingCharacters
 from venusrl.simulation.validation.workloads import GroupsOfAgents, LongSessions, RecordedSessions
 
-STEP6 = "zetxqx/thunderagent-original-verification, 06-single-node-ab (3 trials)"
-STEP8 = "zetxqx/thunderagent-original-verification, proposal part 1 (3 replicates of step 8)"
-STEP13 = "zetxqx/thunderagent-original-verification, 13-llm-d-router-sweep"
-SARPAT = "SARPAT/thunderagent-churn-study, admission arms, seed 101"
+STEP6 = "zetxqx step 6"
+STEP8 = "zetxqx step 8"
+STEP13 = "zetxqx step 13"
+SARPAT = "SARPAT seed 101"
+"""zetxqx/thunderagent-original-verification: 06-single-node-ab (3 trials), proposal part 1 (3 replicates of step 8),
+13-llm-d-router-sweep. SARPAT/thunderagent-churn-study: admission arms."""
 WORDS, FILLER, PROSE = 4.23, 6.0, 4.0
 """Characters a token: 40,000 words of 6.47 characters are 61.2k tokens (step 6); a word of 6.4 characters is 1.07
 tokens in SARPAT's log; common for code and English, where nothing is known."""
