@@ -196,18 +196,24 @@ class Durations:
         self._weight = 1.0
         self._bins = [0.0] * _BINS
         self._sum = self._logs = self._squares = self._total = 0.0
-        self.version = 0
-        self._fresh = 0
+        self.added = 0
+        self._tabled = -1
         self._count(prior)
-        self._build()
 
     def add(self, value: float) -> None:
         """One that ended after ``value``."""
         self._weight *= self._growth
+        self.added += 1
+        if self._weight > _RESCALE_AT:
+            self._rescale()
         self._count(value)
-        self._fresh += 1
-        if self._fresh >= 32 or self.version < 32:
-            self._build()
+
+    def _rescale(self) -> None:
+        by, self._weight = 1.0 / self._weight, 1.0
+        self._bins = [n * by for n in self._bins]
+        self._sum, self._logs, self._squares, self._total = (
+            x * by for x in (self._sum, self._logs, self._squares, self._total)
+        )
 
     def _count(self, value: float) -> None:
         w, log = self._weight, log_of(value)
@@ -217,33 +223,41 @@ class Durations:
         self._logs += w * log
         self._squares += w * log * log
 
-    def _build(self) -> None:
-        if self._weight > _RESCALE_AT:
-            by, self._weight = 1.0 / self._weight, 1.0
-            self._bins = [n * by for n in self._bins]
-            self._sum, self._logs, self._squares, self._total = (
-                x * by for x in (self._sum, self._logs, self._squares, self._total)
-            )
-        self.version += 1
-        self._fresh = 0
+    @property
+    def mean(self) -> float:
+        return self._sum / self._total
+
+    @property
+    def log_mean(self) -> float:
+        return self._logs / self._total
+
+    @property
+    def log_variance(self) -> float:
+        return max(1e-6, self._squares / self._total - self.log_mean**2)
+
+    def _table(self) -> None:
+        """Survival and its sums, when somebody asks and enough is new: 32 values, or an eighth of few."""
+        if self._tabled >= 0 and self.added - self._tabled < min(32, 1 + self.added // 8):
+            return
+        self._tabled = self.added
         left, area = self._total, 0.0
         self._survival, self._area = [], []
         for b, n in enumerate(self._bins):
             self._survival.append(max(0.0, left / self._total))
             self._area.append(area)
-            area += (left - n / 2) / self._total * (_edge(b + 1) - _edge(b))
+            area += (left - n / 2) / self._total * (_EDGES[b + 1] - _EDGES[b])
             left -= n
         self._whole = area
         self._descending = [-s for s in self._survival]
-        self.mean = self._sum / self._total
-        self.log_mean = self._logs / self._total
-        self.log_variance = max(1e-6, self._squares / self._total - self.log_mean**2)
 
     def survival(self, value: float, scale: float = 1.0) -> float:
         """P(X > value)."""
-        value /= scale
+        self._table()
+        return self._survived(value / scale)
+
+    def _survived(self, value: float) -> float:
         b = _bin(value)
-        low, high = _edge(b), _edge(b + 1)
+        low, high = _EDGES[b], _EDGES[b + 1]
         after = self._survival[b + 1] if b + 1 < _BINS else 0.0
         share = min(1.0, max(0.0, (value - low) / (high - low)))
         return self._survival[b] + share * (after - self._survival[b])
@@ -259,7 +273,7 @@ class Durations:
 
     def _integral(self, value: float) -> float:
         b = _bin(value)
-        return self._area[b] + (value - _edge(b)) * (self._survival[b] + self.survival(value)) / 2
+        return self._area[b] + (value - _EDGES[b]) * (self._survival[b] + self._survived(value)) / 2
 
     def _inverse(self, probability: float) -> float:
         b = bisect_left(self._descending, -probability) - 1
@@ -268,7 +282,7 @@ class Durations:
         above = self._survival[b]
         below = self._survival[b + 1] if b + 1 < _BINS else 0.0
         share = (above - probability) / (above - below) if above > below else 1.0
-        return _edge(b) + share * (_edge(b + 1) - _edge(b))
+        return _EDGES[b] + share * (_EDGES[b + 1] - _EDGES[b])
 
     def state(self) -> dict[str, Any]:
         sums = [self._sum, self._logs, self._squares, self._total]
@@ -280,7 +294,7 @@ class Durations:
         self._bins = list(state["bins"])
         self._sum, self._logs, self._squares, self._total = state["sums"]
         self._weight = float(state["weight"])
-        self._build()
+        self._tabled = -1
 
 
 def log_of(value: float) -> float:
@@ -295,7 +309,3 @@ def _bin(value: float) -> int:
 
 
 _EDGES: list[float] = [0.0, *(_FINEST * 2.0 ** (b / _PER_OCTAVE) for b in range(_BINS))]
-
-
-def _edge(b: int) -> float:
-    return _EDGES[b]

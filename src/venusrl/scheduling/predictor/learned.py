@@ -289,8 +289,14 @@ class Learned(Predictor):
         heuristic = self.siblings.kept(track)
         if track.ended:
             return heuristic
+        kept = track.given
+        if kept is not None and kept[0] is heuristic and kept[1] is track.correction and kept[2] == self._looks:
+            found: Forecast = kept[3]
+            return found
         learned = self._switch.learned and track.correction is not None
-        return self._given(track, heuristic, self._by_model(track, heuristic) if learned else None)
+        found = self._given(track, heuristic, self._by_model(track, heuristic) if learned else None)
+        track.given = (heuristic, track.correction, self._looks, found)
+        return found
 
     def _by_model(self, track: Track, heuristic: Forecast) -> Forecast:
         """The heuristic's forecast with the model's correction of turns, before calibration."""

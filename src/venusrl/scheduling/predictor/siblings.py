@@ -114,6 +114,7 @@ class Siblings(Predictor):
         self.variance = GroupVariance()
         self._tasks: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lag = 0.0
+        self._verdict_at, self._verdict_kept = -1, NOTHING
 
     # --- learning ----------------------------------------------------------------------------------------
     def observe(self, event: Event, now: float) -> None:
@@ -255,7 +256,9 @@ class Siblings(Predictor):
         return Forecast(NOTHING, NOTHING, NOTHING, NOTHING, self._verdict(), "siblings")
 
     def _verdict(self) -> Spread:
-        return self.verdicts.remaining(0.0)
+        if self._verdict_at != self.verdicts.added:
+            self._verdict_at, self._verdict_kept = self.verdicts.added, self.verdicts.remaining(0.0)
+        return self._verdict_kept
 
     def paced(self, track: Track, belief: Belief, turns: Spread) -> Forecast:
         """The other quantities for these remaining turns."""

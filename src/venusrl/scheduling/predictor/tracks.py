@@ -103,6 +103,8 @@ class Track:
     """What a model said at its last checkpoint."""
     kept: tuple[tuple[Any, ...], Any] | None = None
     """Its last forecast, and of when that is."""
+    given: tuple[Any, ...] | None = None
+    """The last that was made of it, and what it was made of."""
 
     @property
     def whole(self) -> bool:
