@@ -183,14 +183,37 @@ def test_a_turn_whose_kv_is_kept_goes_before_programs_that_came_earlier() -> Non
     assert bench.answer("c", 0) == [("c", "ttl"), ("a", "sent")]
 
 
-def test_a_preempted_turn_goes_first() -> None:
+def test_a_preempted_turn_goes_before_programs_that_came_earlier() -> None:
     bench = Bench(slots=1)
-    bench.ask("a", 100)
-    bench.ask("b", 100)
-    bench.ask("c", 100)
-    assert bench.answer("a", 10, StopReason.ABORT) == [("b", "sent")]
-    bench.ask("a", 100, resumed=10)
-    assert ("a", "sent") in bench.answer("b", 0)
+    for name in "axb":
+        bench.ask(name, 100)
+    bench.answer("a", 0)
+    bench.answer("x", 0)
+    bench.at(2.0)  # Nothing is kept any more.
+    assert bench.returns("a", 100) + bench.returns("x", 100) == [("a", "capacity"), ("x", "capacity")]
+    assert bench.answer("b", 10, StopReason.ABORT) == [("a", "sent")]
+    assert bench.ask("b", 100, resumed=10) == [("b", "capacity")]
+    assert bench.answer("a", 0) == [("a", "ttl"), ("b", "sent")]
+
+
+def test_kv_is_kept_longer_where_turns_that_lost_theirs_wait_long() -> None:
+    """Tools take 10 s and computing 100 tokens again 1 s: kept only once waiting counts as well."""
+    for wait, kept in ((10.0, False), (3000.0, True)):
+        bench = Bench(slots=1, cold_start=5)
+        for number in range(5):
+            bench.ask(f"p{number}", 100)
+            bench.answer(f"p{number}", 0)
+            bench.at(bench.now + 10.0)
+            bench.returns(f"p{number}", 100)
+            bench.answer(f"p{number}", 0)
+            bench.end(f"p{number}")
+        bench.ask("a", 100)
+        assert bench.answer("a", 0) == []
+        bench.ask("y", 100)
+        bench.returns("a", 100)
+        bench.at(bench.now + wait)
+        bench.answer("y", 0)
+        assert (bench.answer("a", 0) == [("a", "ttl")]) is kept
 
 
 def test_when_nothing_runs_the_program_that_arrived_last_gives_up_its_kv() -> None:

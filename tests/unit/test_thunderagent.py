@@ -215,7 +215,7 @@ def test_a_program_larger_than_its_worker_waits_1800_s_for_an_empty_one_unless_r
 
 def test_what_waited_too_long_runs_where_it_was_before() -> None:
     proxy = Proxy(2000, 2000, release=False)
-    for name, prompt in (("a", 1500), ("b", 1200)):
+    for name, prompt in (("b", 1200), ("a", 1500)):
         proxy.ask(name, prompt)
         proxy.answer(name, 0)
     proxy.ask("a", 2000)
@@ -223,10 +223,38 @@ def test_what_waited_too_long_runs_where_it_was_before() -> None:
     proxy.answer("a", 0)
     proxy.ask("c", 1900)
     proxy.at(10.0)  # c takes the place of a.
-    assert proxy.where == {"c": "w0"}
+    assert proxy.where == {"c": "w1"}
     proxy.ask("a", 2050)
     assert proxy.at(1809.0) == {}
-    assert proxy.at(1810.0) == {"a": "w0"}
+    assert proxy.at(1810.0) == {"a": "w1"}
+
+
+def test_the_largest_is_placed_first_so_that_all_find_room() -> None:
+    proxy = Proxy(1100, 700)
+    for name, prompt in (("hog", 1000), ("hog2", 600), ("small", 500), ("large", 900)):
+        proxy.ask(name, prompt)
+    for name in ("hog", "hog2"):
+        proxy.answer(name, 0)
+        proxy.end(name)
+    assert proxy.at(5.0) == {"large": "w0", "small": "w1"}
+
+
+@pytest.mark.parametrize(("faithful", "first"), [(True, "grown"), (False, "b")])
+def test_the_order_of_resuming_uses_sizes_of_the_moment_of_pausing_unless_repaired(faithful: bool, first: str) -> None:
+    proxy = Proxy(2000, faithful=faithful)
+    for prompts in ((200, 400), (250, 450)):
+        for name, prompt in zip(("grown", "b"), prompts, strict=True):
+            proxy.ask(name, prompt)
+            proxy.answer(name)
+    proxy.ask("hog", 900)
+    proxy.answer("hog", 0)
+    proxy.ask("hog", 2000)
+    proxy.at(5.0)  # Both are paused, with 300 and 500 tokens.
+    proxy.ask("grown", 1500)
+    proxy.ask("b", 500)
+    proxy.answer("hog", 0)
+    proxy.end("hog")
+    assert list(proxy.at(10.0)) == [first]
 
 
 def test_a_program_that_had_one_request_counts_as_new_even_while_it_acts() -> None:
