@@ -384,3 +384,15 @@ def test_promises_hold_and_nothing_is_lost_whatever_happens(
     assert result.decode_tokens == result.trained_tokens + result.wasted_tokens
     assert all(engine.mean_resident <= 1 + 1e-9 for engine in result.engines)
     assert result.trainer_busy_s + result.trainer_idle_s <= result.time_s + 1e-6
+
+
+def test_a_run_in_which_only_housekeeping_goes_on_is_stuck() -> None:
+    class Silent(Fcfs):
+        def decide(self, view: Any) -> Any:
+            return iter(())
+
+        def wake_at(self, view: Any) -> float:
+            return float(view.now) + 5.0
+
+    with pytest.raises(SimulationStuck, match=r"stuck at 10\d{3}"):
+        simulate(scenario(patience_s=1e4, fleet={"measure_every_s": 10.0}), Silent(), 0)

@@ -38,6 +38,8 @@ class Core:
         self.scheduler = scheduler
         self._log = log
         self.now = 0.0
+        self.worked_at = 0.0
+        """When something last happened that was not mere housekeeping (a tick, a measurement, a death)."""
         self.popped = 0
         self.handled = 0
         self.ended: act.FinishRun | act.FailRun | None = None
@@ -56,6 +58,11 @@ class Core:
 
     def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
         self.at(self.now + seconds, call, *args)
+
+    def worked(self) -> None:
+        """A timer fired that moves the run on."""
+        self.popped += 1
+        self.worked_at = self.now
 
     def report(self, *events: ev.Event) -> None:
         """Tell the scheduler, now or when it is done with what it was told before. It decides on them together."""
@@ -76,12 +83,13 @@ class Core:
                 carry_out[type(action)](action)
         self._busy = False
 
-    def run(self, until: float) -> None:
-        """Fire timers until the scheduler ends the run. Raises SimulationStuck beyond ``until``, or without timers."""
+    def run(self, until: float, patience_s: float) -> None:
+        """Fire timers until the scheduler ends the run. Raises SimulationStuck beyond ``until``, when nothing moved for
+        ``patience_s``, or without timers."""
         timers, still = self._timers, 0
         self._settle()
         while self.ended is None:
-            if not timers or timers[0][0] > until:
+            if not timers or timers[0][0] > min(until, self.worked_at + patience_s):
                 raise SimulationStuck(self._stuck())
             when, _, call, args = heapq.heappop(timers)
             still = 0 if when > self.now else still + 1

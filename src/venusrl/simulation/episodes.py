@@ -225,7 +225,7 @@ class Episodes:
     def _work_ends(self, episode: Episode, run: int) -> None:
         if run != episode.run:
             return
-        self._core.popped += 1
+        self._core.worked()
         if episode.state == "verify":
             episode.verify_s += episode.script.verify_s
             self._finish(episode)
@@ -271,6 +271,8 @@ class Episodes:
         if not replaced:
             group.lost += 1
             del group.members[episode.index]
+            if not group.members:
+                del self.groups[group.name]
         failed = ev.TrajectoryFailed(episode.name, FailureKind.INFRASTRUCTURE, "sandbox_died", replaced)
         self._core.report(failed)
         if replaced and group.name in self.groups:

@@ -157,7 +157,7 @@ class Fleet:
     def _fire(self, server: Server, plan: int) -> None:
         if plan != server.plan:
             return
-        self._core.popped += 1
+        self._core.worked()
         ended = server.engine.fire(self._core.now)
         self._touch(server)
         server.engine.settle(self._core.now)
@@ -228,7 +228,7 @@ class Fleet:
     def _loaded(self, server: Server, life: int, version: int) -> None:
         if life != server.life or not server.up:
             return
-        self._core.popped += 1
+        self._core.worked()
         server.version = version
         server.loading = False
         if self._spec.stale_kv == "flush" or self._spec.weight_update == "abort":
@@ -304,7 +304,7 @@ class Fleet:
     def _moved(self, move: Move, source: Server, life: int) -> None:
         if self._moves.get(move.trajectory) is not move:
             return
-        self._core.popped += 1
+        self._core.worked()
         del self._moves[move.trajectory]
         own = source.engine.cache.own(move.trajectory)
         alive = source.life == life and move.target.life == move.life and move.target.up

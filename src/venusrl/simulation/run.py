@@ -42,7 +42,7 @@ def simulate(scenario: Scenario, policy: Policy, seed: int, log: Log | None = No
     core.report(ev.VersionPublished(0))
     episodes.fleet.start()
     recorder.watch(episodes.live, list(episodes.fleet.servers.values()), trainer)
-    core.run(scenario.max_sim_s)
+    core.run(scenario.max_sim_s, scenario.patience_s)
     if isinstance(core.ended, act.FailRun):
         raise RunFailed(f"{scenario.name} under {policy.name}: {core.ended.reason} {core.ended.detail}")
     return recorder.result(policy.name, seed)

@@ -135,7 +135,7 @@ class Sandboxes:
     def _ready(self, box: Sandbox) -> None:
         if box.state != "starting":
             return
-        self._core.popped += 1
+        self._core.worked()
         box.state = "ready"
         self._starting -= 1
         self._core.report(ev.SandboxReady(box.trajectory))
@@ -146,7 +146,7 @@ class Sandboxes:
     def _paused(self, box: Sandbox) -> None:
         if box.state != "pausing":
             return
-        self._core.popped += 1
+        self._core.worked()
         box.state = "paused"
         self.used -= box.memory
         self._core.report(ev.SandboxPaused(box.trajectory))

@@ -200,6 +200,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failures: FailureSpec = FailureSpec()
     max_sim_s: float = 1e8
     """Simulated time after which the run counts as stuck."""
+    patience_s: float = 86_400.0
+    """So does one in which no sequence, tool, sandbox or trainer gets anywhere for so long."""
     series_points: int = 400
     """Time series of the result have between this many points and twice as many."""
     keep_trajectories: bool = False

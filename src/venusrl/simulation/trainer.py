@@ -72,7 +72,7 @@ class Trainer:
         self._core.later(self._spec.step_s(training.lengths), self._trained, training)
 
     def _trained(self, training: Training) -> None:
-        self._core.popped += 1
+        self._core.worked()
         training.trained_at = self._core.now
         self.busy_s += training.trained_at - training.began_at
         self._waiting.append(training)
@@ -86,7 +86,7 @@ class Trainer:
         self._core.later(self._spec.publish_s, self._published, self._waiting.pop(0))
 
     def _published(self, training: Training) -> None:
-        self._core.popped += 1
+        self._core.worked()
         self._publishing = False
         training.published_at = self._core.now
         self.published = training.version + 1

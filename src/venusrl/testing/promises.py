@@ -107,9 +107,12 @@ class Promises:
             case ev.TrajectoryFinished(trajectory=name) if name in self._members:
                 self._members[name].finished = True
             case ev.TrajectoryFailed(trajectory=name, replaced=replaced) if name in self._members:
-                record = self._groups[self._members.pop(name).group]
+                shrunk = self._members.pop(name).group
+                record = self._groups[shrunk]
                 del record.members[name]
                 record.lost += not replaced
+                if record.size - record.lost < self._config.min_valid:
+                    self._forget(shrunk)
             case ev.GroupClosed(group=group) if group in self._groups:
                 self._forget(group)
             case _:
