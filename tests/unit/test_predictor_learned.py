@@ -64,7 +64,7 @@ def test_without_the_library_the_message_names_the_mend(monkeypatch: pytest.Monk
 
 
 # --- calibration ------------------------------------------------------------------------------------------------
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.3, 3.0), st.floats(0.2, 2.0))
 def test_calibrated_quantiles_cover_exchangeable_outcomes(seed: int, bias: float, width: float) -> None:
     """However wrong a forecast is in place and width: what follows lies below its quantile as often as that says."""
@@ -77,12 +77,12 @@ def test_calibrated_quantiles_cover_exchangeable_outcomes(seed: int, bias: float
     past = [outcome() for _ in range(200)]
     shifts = factors([[Outcome(math.log(y / q), True) for y in past] for q in said])
     found = corrected(Spread(said[0], said[1], said[2], 1.0), shifts, 0.0)
-    future = [outcome() for _ in range(1500)]
+    future = [outcome() for _ in range(800)]
     for level, quantile in zip(LEVELS, found[:3], strict=True):
         # Binomial bounds of both samples, four deviations wide.
-        allowed = 4 * math.sqrt(level * (1 - level) * (1 / 200 + 1 / 1500)) + 1 / 200
+        allowed = 4 * math.sqrt(level * (1 - level) * (1 / 200 + 1 / 800)) + 1 / 200
         if abs(math.log(quantile / said[LEVELS.index(level)])) < math.log(7.9):
-            assert sum(y <= quantile for y in future) / 1500 == pytest.approx(level, abs=allowed)
+            assert sum(y <= quantile for y in future) / 800 == pytest.approx(level, abs=allowed)
 
 
 def test_outcomes_that_are_not_known_yet_do_not_bias_to_short() -> None:
@@ -147,10 +147,10 @@ def rank(asked: list[Asked]) -> float:
 
 def test_what_observations_tell_is_learned() -> None:
     pytest.importorskip("lightgbm")
-    groups = draw(130, hint=0.6)
+    groups = draw(100, hint=0.6)
     learned, heuristic = Learned(config=QUICK), Siblings()
-    told = [a for a in ask(learned, groups, 6) if a.ended > 260 and a.turn in (2, 4, 8)]
-    plain = [a for a in ask(heuristic, groups, 6) if a.ended > 260 and a.turn in (2, 4, 8)]
+    told = [a for a in ask(learned, groups, 6) if a.ended > 200 and a.turn in (2, 4, 8)]
+    plain = [a for a in ask(heuristic, groups, 6) if a.ended > 200 and a.turn in (2, 4, 8)]
     assert rank(told) > rank(plain) + 0.1
     quality = learned.quality()
     assert quality.active == "learned"
@@ -196,11 +196,11 @@ def test_the_heuristic_takes_over_from_a_model_that_goes_wrong_and_gives_way_aga
 def test_after_a_shift_of_lengths_it_ranks_and_covers_again_within_a_step() -> None:
     """Lengths double. One step (here 128 trajectories) later forecasts are as good as before."""
     pytest.importorskip("lightgbm")
-    before = draw(80, share=0.5, tasks=15, hint=0.4)
-    after = draw(64, share=0.5, tasks=15, hint=0.4, mean_turns=24.0, name="after")
+    before = draw(60, share=0.5, tasks=15, hint=0.4)
+    after = draw(56, share=0.5, tasks=15, hint=0.4, mean_turns=24.0, name="after")
     told = list(ask(Learned(config=QUICK), before + after, 8))
-    old = [a for a in told if 150 < a.ended <= 320]
-    new = [a for a in told if a.ended > 320 + 128]
+    old = [a for a in told if 110 < a.ended <= 240]
+    new = [a for a in told if a.ended > 240 + 128]
     assert rank(new) > rank(old) - 0.1
     bias = sum(a.forecast.turns.mean for a in new) / sum(a.turns for a in new)
     assert bias == pytest.approx(1.0, abs=0.35)

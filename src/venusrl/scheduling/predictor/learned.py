@@ -48,7 +48,7 @@ _IMPUTED = (0.3, 0.4, 0.3)
 _KEPT_WITH_RUN = 512
 _BLOCK = 64
 _CHANCE = 0.2
-"""Mean log errors of blocks of examples differ by about so much without a shift."""
+"""Mean log errors of blocks of examples, and their medians, differ by about so much by chance."""
 Shifts = tuple[tuple[float, ...], ...]
 _NO_SHIFT: Shifts = ((0.0, 0.0, 0.0),) * 4
 
@@ -279,7 +279,7 @@ class Learned(Predictor):
                 actual = has - had if known or i else max(1.0, has - had)
                 for level in range(3):
                     found[i][level].append(outcome(actual, forecast[3 * i + level], unit, lag, known=known))
-        return tuple(factors(one) for one in found)
+        return tuple(_settled(factors(one)) for one in found)
 
     # --- answers ------------------------------------------------------------------------------------------
     def forecast(self, trajectory: str) -> Forecast:
@@ -383,6 +383,12 @@ class Learned(Predictor):
             self._ended, self._looked_at, self._fitted_at, self._known_at_fit, self._fits = kept["counts"]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the predictor's state is damaged: {error!r}") from error
+
+
+def _settled(shifts: tuple[float, ...]) -> tuple[float, ...]:
+    """The median moves only by what chance does not explain: its jitter would order forecasts of different moments."""
+    low, middle, high = shifts
+    return low, math.copysign(max(0.0, abs(middle) - _CHANCE), middle), high
 
 
 def _packed(track: Track) -> list[Any]:
