@@ -6,8 +6,8 @@ those who ask, versions.
 
 A trajectory enters a worker when its context and a turn's generation fit under the watermark. One that starts anew
 must also fit as what lives there grows: every resident counts with the context it will have half-way through what it
-has left, for as some end others start. Background enters only while the step time of the frontier's trajectories there
-stays within a share of what it would be without.
+has left, for as some end others start. Where trajectories of the frontier decode, prefill for background may take no
+more than a share of the time: it holds up every sequence of its worker.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _RESERVE = 1.5
 
 
 class Site(NamedTuple):
-    """What a worker's book says to those who would enter, kept until it changes. ``alone_s``: a step of the frontier's
-    trajectories by themselves, 0 without any; ``growth``: of all residents."""
+    """What a worker's book says to those who would enter, kept until it changes. ``critical``: whether trajectories of
+    the frontier decode there; ``growth``: of all residents."""
 
     changes: tuple[int, int]
-    alone_s: float
+    critical: bool
     growth: float
 
 
@@ -60,12 +60,19 @@ class Admission:
         self._last: dict[str, str] = {}
         """Where each started trajectory ran last."""
         self._sites: dict[str, Site] = {}
+        self._quiet_until: dict[str, float] = {}
+        """Until when each worker's share of prefill for background is used up."""
 
     def started(self, trajectory: str) -> bool:
         return trajectory in self._last
 
-    def sent(self, trajectory: str, worker: str) -> None:
-        self._last[trajectory] = worker
+    def sent(self, turn: PendingTurn, worker: Worker, computed: int, now: float) -> None:
+        """It goes to the worker, which computes so many tokens of its context."""
+        self._last[turn.trajectory] = worker.name
+        if worker.costs is not None and self._level(turn) == BACKGROUND_LEVEL:
+            prefill_s = worker.costs.prefill_s(computed, turn.prompt_tokens + turn.resumed - computed)
+            begin = max(now, self._quiet_until.get(worker.name, now))
+            self._quiet_until[worker.name] = begin + prefill_s / self._settings.interference_share
 
     def forget(self, trajectory: str) -> None:
         self._last.pop(trajectory, None)
@@ -85,7 +92,7 @@ class Admission:
             return reasons.KV
         need = self.need(turn, worker.name)
         background = self._level(turn) == BACKGROUND_LEVEL
-        if background and self._settings.interference and self._disturbs(need, worker):
+        if background and self._settings.interference and self._disturbs(worker, view.now):
             return reasons.INTERFERENCE
         if self._settings.pacing and not self.started(turn.trajectory) and self._outgrows(turn, need, worker):
             return reasons.PACING
@@ -146,14 +153,9 @@ class Admission:
         idle.sort(key=lambda h: (-self._frontier.place(h.group), self._room.value(h.trajectory, now, worker)))
         yield from (h.trajectory for h in idle)
 
-    def _disturbs(self, need: int, worker: Worker) -> bool:
-        """Whether ``need`` more tokens slow the frontier's trajectories there beyond the configured share."""
-        alone_s = self._site(worker).alone_s
-        if worker.costs is None or not alone_s:
-            return False
-        book = self._room.ledger.books[worker.name]
-        beside_s = worker.costs.step_s(len(book.running) + 1, book.context + need)
-        return beside_s > (1 + self._settings.interference_share) * alone_s
+    def _disturbs(self, worker: Worker, now: float) -> bool:
+        """Whether prefill for background took its share of the time of the frontier's trajectories there already."""
+        return now < self._quiet_until.get(worker.name, now) and self._site(worker).critical
 
     def _outgrows(self, turn: PendingTurn, need: int, worker: Worker) -> bool:
         """Whether the worker's residents and it come to need more than there is, each half-way through its rest."""
@@ -169,10 +171,7 @@ class Admission:
         changes = (book.changes, self._frontier.changes)
         site = self._sites.get(worker.name)
         if site is None or site.changes != changes:
-            critical = [h for h in book.running.values() if self._frontier.level(h.group) != BACKGROUND_LEVEL]
-            alone_s = 0.0
-            if critical and worker.costs is not None:
-                alone_s = worker.costs.step_s(len(critical), sum(h.tokens for h in critical))
+            critical = any(self._frontier.level(h.group) != BACKGROUND_LEVEL for h in book.running.values())
             growth = sum(map(self._lengths.growth, book.running)) + sum(map(self._lengths.growth, book.idle))
-            site = self._sites[worker.name] = Site(changes, alone_s, growth)
+            site = self._sites[worker.name] = Site(changes, critical, growth)
         return site

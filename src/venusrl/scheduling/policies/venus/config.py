@@ -25,7 +25,7 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pacing: bool = True
     """New trajectories start only where the working set still fits as it grows; off: wherever they fit now."""
     interference: bool = True
-    """Background enters a worker only while it delays the frontier there by less than ``interference_share``."""
+    """Background enters workers of the frontier only while its prefill takes less than ``interference_share``."""
     preemption: bool = True
     """Abort a long background turn for a waiting frontier trajectory."""
     migration: bool = True
@@ -45,7 +45,7 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Background residents yield their KV at a turn's boundary to a frontier turn that waited that long."""
     claim_after_s: float = 30.0
     """A frontier or aged turn that waited that long keeps the room of one worker for itself."""
-    interference_share: float = 1.0
+    interference_share: float = 0.2
     preempt_after_s: float = 30.0
     max_preemptions: int = 2
     """Of one trajectory."""

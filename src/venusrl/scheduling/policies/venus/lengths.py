@@ -9,6 +9,7 @@ followed every estimate would re-rank at every turn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from venusrl.scheduling import events as ev
@@ -88,13 +89,15 @@ class Lengths:
             kept = self._total[trajectory] = now
         return kept
 
-    def group(self, group: Group) -> float:
-        """Seconds left of all members together, those not opened yet included."""
-        left = [self.left(name) for name, member in group.members.items() if not member.finished]
+    def group(self, group: Group, rest: Callable[[str], float]) -> float:
+        """When the group is expected to be complete, in seconds from now if nobody waits: its slowest member, and its
+        mean member for what the others take from it. ``rest``: of the tool call that a trajectory is in, beyond an
+        average one. Members not opened yet count as the slowest."""
+        left = [self.left(name) + rest(name) for name, member in group.members.items() if not member.finished]
         missing = group.size - group.lost - len(group.members)
         if missing > 0:
-            left.append(missing * (max(left) if left else 1.0))
-        return sum(left)
+            left += [max(left, default=1.0)] * missing
+        return max(left, default=0.0) + sum(left) / group.size
 
     def _ahead(self, trajectory: str) -> Left:
         """Asked once a turn."""

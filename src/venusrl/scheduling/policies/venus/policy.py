@@ -145,6 +145,9 @@ class Venus(Policy):
         if worker is not None:
             self._dirty[worker] = None
 
+    def _rest_of_gap(self, trajectory: str) -> float:
+        return self.room.rest(trajectory, self._now)
+
     def _look_at_all(self, view: View) -> None:
         if len(self.waiting):
             self._dirty.update(dict.fromkeys(view.workers))
@@ -188,7 +191,7 @@ class Venus(Policy):
         if seen == self._seen and view.now < self._refreshed_at + self.settings.refresh_s:
             return
         self._seen, self._refreshed_at = seen, view.now
-        needs = {name: self.lengths.group(group) for name, group in window.open.items()}
+        needs = {name: self.lengths.group(group, self._rest_of_gap) for name, group in window.open.items()}
         self.frontier.refresh(view, lambda group: needs[group.name])
         self.waiting.reorder()
         self.sandboxes.reordered()
@@ -388,8 +391,13 @@ class Venus(Policy):
         self.waiting.remove(name)
         tokens = turn.prompt_tokens + turn.resumed
         reserve = self.admission.reserve(turn)
+        holding = self.room.ledger.held(name)
+        if holding is not None and holding.worker == worker.name:
+            computed = max(0, tokens - holding.tokens)
+        else:
+            computed = self.admission.need(turn, worker.name) - reserve
         self.room.ledger.start(name, turn.group, worker.name, tokens, turn.shared_prefix, reserve)
-        self.admission.sent(name, worker.name)
+        self.admission.sent(turn, worker, computed, self._now)
         self.relief.sent(turn, self._now)
         self._reasons.pop(name, None)
         self._dirty.update(dict.fromkeys(self.relief.release(name)))

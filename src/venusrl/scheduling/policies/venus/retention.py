@@ -58,6 +58,17 @@ class Gaps:
             tail -= self._weights[start]
         return out
 
+    def rests(self) -> list[float]:
+        """For a gap that has lasted to each edge: how long it lasts from there on average."""
+        out = [0.0] * len(EDGES)
+        later, behind = 0.0, 0.0
+        for start in range(len(EDGES) - 2, -1, -1):
+            width, weight = EDGES[start + 1] - EDGES[start], self._weights[start]
+            later += width * (behind + weight / 2)
+            behind += weight
+            out[start] = later / behind if behind else 0.0
+        return out
+
     def _best(self, start: int, tail: float) -> float:
         """The ratio's maximum over the stopping times after edge ``start``; ``tail``: weight of gaps that long."""
         if tail <= 0:
@@ -80,6 +91,7 @@ class HoldTimes:
         self._gaps = gaps
         self._at = -1
         self._index: Sequence[float] = ()
+        self._rests: Sequence[float] = ()
 
     def hold_s(self, recompute_s: float) -> float:
         """How long after a turn its KV stays worth holding. ``recompute_s``: prefill(c) / (c/C)."""
@@ -94,9 +106,14 @@ class HoldTimes:
         self._look()
         return self._index[_bin(elapsed)] * recompute_s
 
+    def rest(self, elapsed: float) -> float:
+        """By how much a gap that has lasted ``elapsed`` is expected to exceed an average one."""
+        self._look()
+        return max(0.0, self._rests[_bin(elapsed)] - self._rests[0])
+
     def _look(self) -> None:
         if self._at != self._gaps.changes or not self._index:
-            self._at, self._index = self._gaps.changes, self._gaps.indices()
+            self._at, self._index, self._rests = self._gaps.changes, self._gaps.indices(), self._gaps.rests()
 
 
 def _bin(seconds: float) -> int:

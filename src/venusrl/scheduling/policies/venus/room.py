@@ -58,6 +58,11 @@ class Room:
     def in_gap(self, trajectory: str) -> bool:
         return trajectory in self._since
 
+    def rest(self, trajectory: str, now: float) -> float:
+        """Seconds by which its gap is expected to last longer than an average one; 0 outside a gap."""
+        since = self._since.get(trajectory)
+        return 0.0 if since is None else self._holds.rest(now - since[0])
+
     def expire(self, now: float) -> set[str]:
         """Note whose time is up. Returns the workers where room became spare."""
         workers: set[str] = set()
