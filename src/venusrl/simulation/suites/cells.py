@@ -124,14 +124,14 @@ def _paper(quick: bool) -> Suite:
 def _pressure(quick: bool) -> Suite:
     """The working set of a full window against the fleet's KV: what is scarce is set by hand, all else stays."""
     batch, alpha, steps = (8, "1", 4) if quick else (16, "1", 8)
-    live = 2 * batch * GROUP
+    working_set = 2 * batch * GROUP * mean_context(OpenSwe())
     cells = []
     for ratio in (0.45, 0.75, 0.87, 1.2, 1.5, 1.85):
         name = f"pressure-{ratio:g}"
         base = scenario(name, OpenSwe(), model="qwen3-4b", batch=batch, alpha=alpha, steps=steps)
         # Few workers, so that the longest trajectory fits one at every pressure.
         engines = base.fleet.engines[: max(2, batch // 2)]
-        capacity = int(live * mean_context(base.workload) / ratio / len(engines))
+        capacity = int(working_set / ratio / len(engines))
         sized = tuple(msgspec.structs.replace(engine, kv_capacity=capacity) for engine in engines)
         fleet = msgspec.structs.replace(base.fleet, engines=sized)
         cells.append(Cell(name, msgspec.structs.replace(base, fleet=fleet), {"pressure": f"{ratio:g}"}))
