@@ -107,3 +107,21 @@ def test_what_a_recovered_run_tells_of_finished_trajectories_is_not_taken_for_le
         predictor.observe(ev.TrajectoryFinished(f"a{i}"), 0.0)
     assert predictor.lengths.remaining(0) == untold.lengths.remaining(0)
     assert predictor.group("a").turns.mean == 0
+
+
+def test_a_trajectory_may_end_in_the_middle_of_a_turn() -> None:
+    """The agent asks for a turn for which there is no room left, and stops: no turn finished since the forecast."""
+    pytest.importorskip("lightgbm")
+    predictor = Learned(config=LearnedConfig(first_fit=20, look_every=20, refit_every=20))
+    for n in range(120):
+        group, name = f"g{n}", f"t{n}"
+        predictor.observe(ev.GroupOpened(group, n, "task", 1), float(n))
+        predictor.observe(ev.TrajectoryOpened(name, group, 0, 0), float(n))
+        for turn in range(2):
+            predictor.observe(ev.TurnRequested(name, turn, 1000, 0, 9999), float(n))
+            predictor.observe(ev.TurnFinished(name, turn, 10, 0, StopReason.STOP), float(n))
+        predictor.observe(ev.TurnRequested(name, 2, 9000, 0, 9999), float(n))
+        predictor.observe(ev.VerificationStarted(name), float(n))
+        predictor.observe(ev.TrajectoryFinished(name), float(n))
+    assert predictor.quality().refits > 1
+    assert predictor.quality().coverage is not None

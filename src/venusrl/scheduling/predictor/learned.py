@@ -166,7 +166,7 @@ class Learned(Predictor):
     def _scored(self, track: Track) -> Iterator[Scored]:
         every = -(-len(track.checkpoints) // _SCORED_EACH)
         for said in track.checkpoints[zlib.crc32(track.name.encode()) % every :: every]:
-            actual = track.turns - said.had[0]
+            actual = _since(track, said)
             model = None if said.model is None else said.model[1]
             yield Scored(actual, said.heuristic[1], model, said.given[0] <= actual <= said.given[2])
 
@@ -200,7 +200,7 @@ class Learned(Predictor):
         else:
             due = fresh >= max(self.config.refit_every, min(self._known_at_fit // 4, 4 * self.config.refit_every))
             due = due or (self._asked and fresh >= self.config.look_every)
-        if not due:
+        if not due or sum(t.ended and not t.lost for t in self._examples) < self.config.first_fit:
             return None
         self._asked = False
         self._fitted_at, self._known_at_fit = self._ended, self._ended
@@ -247,7 +247,8 @@ class Learned(Predictor):
         """The logarithm of a trajectory's true remaining turns over the heuristic's median, when it was first kept."""
         said = track.checkpoints[0]
         left = 0.0 if track.ended and not track.lost else self._left(track).p50
-        return math.log((track.turns - said.had[0] + left) / said.heuristic[1])
+        since = _since(track, said) if left == 0.0 else track.turns - said.had[0]
+        return math.log((since + left) / said.heuristic[1])
 
     def _left(self, track: Track) -> Spread:
         """What is believed to be left of one whose end is not known."""
@@ -255,10 +256,10 @@ class Learned(Predictor):
 
     def _labels(self, track: Track, said: Checkpoint, left: Spread | None) -> Iterator[tuple[float, float]]:
         """Remaining turns at the checkpoint, with weights that sum to at most 1."""
-        since = track.turns - said.had[0]
         if left is None:
-            yield since, 1.0
+            yield _since(track, said), 1.0
             return
+        since = track.turns - said.had[0]
         lengths = self.siblings.lengths
         told = 1.0 - lengths.survival(track.turns) / max(1e-12, lengths.survival(said.had[0]))
         if told > 0.05:
@@ -276,7 +277,7 @@ class Learned(Predictor):
                 continue
             known = track.ended and not track.lost
             for i, (had, has, unit) in enumerate(zip(said.had, track.had(), _UNITS, strict=True)):
-                actual = has - had if known or i else max(1.0, has - had)
+                actual = has - had if i else _since(track, said)
                 for level in range(3):
                     found[i][level].append(outcome(actual, forecast[3 * i + level], unit, lag, known=known))
         return tuple(_settled(factors(one)) for one in found)
@@ -383,6 +384,11 @@ class Learned(Predictor):
             self._ended, self._looked_at, self._fitted_at, self._known_at_fit, self._fits = kept["counts"]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the predictor's state is damaged: {error!r}") from error
+
+
+def _since(track: Track, said: Checkpoint) -> float:
+    """Turns from a checkpoint to the end (or to now). One that was asked for and never finished was a turn too."""
+    return max(1.0, track.turns - said.had[0])
 
 
 def _settled(shifts: tuple[float, ...]) -> tuple[float, ...]:
