@@ -98,7 +98,11 @@ class Admission:
             return reasons.PACING
         waited = view.now - turn.requested_at
         urgent = not background and waited >= self._settings.displace_after_s
-        yielding = self.background(worker, view.now) if urgent else iter(())
+        yielding: Iterator[str] = iter(())
+        if self.claims.get(worker.name) == turn.trajectory:
+            yielding = self._worse(turn, worker, view.now)
+        elif urgent:
+            yielding = self.background(worker, view.now)
         victims = self._room.find(worker.name, need, self._settings.watermark, yielding)
         return reasons.KV if victims is None else victims
 

@@ -18,7 +18,7 @@ from venusrl.scheduling.policies import View
 from venusrl.scheduling.window import Group
 
 DEADLINE_LEVEL, FRONTIER_LEVEL, BACKGROUND_LEVEL = 0, 1, 2
-_STAY = 0.75
+_STAY = 0.5
 """A group of the frontier counts with this share of what it needs."""
 
 

@@ -344,8 +344,8 @@ class Venus(Policy):
 
     def _yields(self, turn: PendingTurn, home: Worker) -> bool:
         """Whether it makes room for somebody more urgent, at this boundary of turns."""
-        owner = self.admission.claims.get(home.name, turn.trajectory)
-        if owner != turn.trajectory and self._level(turn) == BACKGROUND_LEVEL:
+        owner = self.waiting.turns.get(self.admission.claims.get(home.name, ""))
+        if owner is not None and self.waiting.key(owner.trajectory) < self.waiting.key(turn.trajectory):
             return True
         if self.settings.sticky or not self.waiting.queued or self._has_room(home):
             return False
@@ -375,7 +375,12 @@ class Venus(Policy):
 
     # --- patience ---------------------------------------------------------------------------------------------
     def _claim(self, view: View) -> None:
-        """The first of the queue, if it is of the frontier and waited too long, keeps a worker's room for itself."""
+        """The first of the queue, if it is of the frontier and waited too long, keeps a worker's room for itself. Not
+        when it may go nowhere itself (its sandbox was paused): then it would keep out those who must end before it."""
+        for owner in dict.fromkeys(self.admission.claims.values()):
+            claimant = self.waiting.turns.get(owner)
+            if claimant is not None and self._barred(claimant, view) is not None:
+                self._dirty.update(dict.fromkeys(self.relief.release(owner)))
         if not self.waiting.queued:
             return
         turn = self.waiting.first(1)[0]

@@ -3,9 +3,9 @@
 Owns: claims (a worker whose room is kept for one turn), preemption of long background turns there, and moves from a
 crowded worker to one where a trajectory finishes sooner. Must not know: the order of the queue, how entry is decided.
 
-A claim makes waiting finite: nobody else enters the worker, background leaves it at the end of its turns (or before,
-by preemption), so that its room only grows until the turn fits. Moves are bounded, and happen while nobody waits: what
-waits fills the emptier worker anyway.
+A claim makes waiting finite: nobody else enters the worker, and who stands behind the claimant leaves it at the end of
+its turn (long background turns before, by preemption), so that its room only grows until the claimant fits. Moves are
+bounded, and happen while nobody waits: what waits fills the emptier worker anyway.
 """
 
 from __future__ import annotations
