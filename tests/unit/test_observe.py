@@ -214,6 +214,11 @@ def test_the_summary_has_what_the_project_promises() -> None:
     assert (summary.name, summary.outcome, summary.seeds) == ("n", "finished", {"run": 4})
 
 
+def test_an_evaluation_at_the_end_alone_is_no_start() -> None:
+    summary = summarise(read_history([started(0.0), evaluated(20.0, 2, 0.6)]), {}, "dir")
+    assert (summary.eval_reward_start, summary.eval_reward_end, summary.eval_reward_gain) == (None, 0.6, None)
+
+
 def test_what_never_happened_is_null_not_a_number(tmp_path: Path) -> None:
     with RunRecorder(tmp_path) as recorder:
         recorder.event("run_started", version=0)

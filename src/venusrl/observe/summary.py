@@ -142,11 +142,11 @@ def _recipe(run_dir: Path) -> dict[str, Any]:
 
 
 def _ends(curve: list[EvaluationResult]) -> tuple[float | None, float | None]:
-    """Reward of the first and of the last evaluated version (the latter only when it is another version)."""
+    """Reward of version 0, and of the last version that was evaluated after it; each None without its evaluation."""
     finite = [e for e in curve if math.isfinite(e.reward)]
-    if not finite:
-        return None, None
-    return finite[0].reward, finite[-1].reward if finite[-1].version > finite[0].version else None
+    start = next((e.reward for e in finite if e.version == 0), None)
+    end = finite[-1].reward if finite and finite[-1].version > 0 else None
+    return start, end
 
 
 def _staleness_mean(history: History) -> float:
