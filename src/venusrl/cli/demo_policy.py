@@ -52,7 +52,7 @@ def build(
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
     seed: Annotated[int | None, typer.Option(help="Seed. Default: the shipped policy's.")] = None,
 ) -> None:
-    """Pre-train a demo policy from nothing, on generated text (about an hour on one core).
+    """Pre-train a demo policy from nothing, on generated text (about an hour).
 
     Interrupted, the same command goes on where it was.
 

@@ -1,4 +1,4 @@
-"""Pre-trains the demo policy from nothing on generated sessions (about an hour on one core).
+"""Pre-trains the demo policy from nothing on generated sessions (48 minutes on two cores).
 
 Owns: the model's shape, the training schedule, and the files it leaves: a Hugging Face directory (bf16 safetensors,
 tokenizer) and ``recipe.json`` (the data recipe, the figures reached, SHA-256 of the weights).
