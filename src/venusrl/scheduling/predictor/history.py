@@ -147,10 +147,10 @@ class LifeTable:
         scale = math.exp(shift + (1.0 - power) * self.log_mean)
         here = self.survival((turns / scale) ** (1.0 / power))
         inverse = self._inverse
-        values = [scale * inverse(q * here) ** power - turns for q in _LEVELS]
-        mean = math.fsum(w * min(most, max(1.0, n)) for w, n in zip(_WEIGHTS, values, strict=True))
-        low, middle, high = (min(most, max(1.0, math.ceil(values[i] - 1e-9))) for i in _P10_P50_P90)
-        return Spread(low, middle, high, mean)
+        # Between two whole turns the table is interpolated; what ends there has the larger number of turns.
+        values = [min(most, max(1.0, math.ceil(scale * inverse(q * here) ** power - turns - 1e-9))) for q in _LEVELS]
+        low, middle, high = (values[i] for i in _P10_P50_P90)
+        return Spread(low, middle, high, math.fsum(w * n for w, n in zip(_WEIGHTS, values, strict=True)))
 
     def _tail_hazard(self) -> float:
         last, before = self._survival[-1], self._survival[-2]
