@@ -350,7 +350,17 @@ def test_faults_of_scenario_and_policy_are_named() -> None:
     workers=st.integers(1, 3),
     mode=st.sampled_from(["in_flight", "turn_boundary", "abort"]),
     stale=st.sampled_from(["keep", "flush"]),
-    control=st.booleans(),
+    engine=st.fixed_dictionaries(
+        {
+            "kv_control": st.booleans(),
+            "eviction": st.sampled_from(["tail", "whole"]),
+            "preempted_kv": st.sampled_from(["evictable", "dropped"]),
+            "priority_queue": st.booleans(),
+            "prefix_cache": st.booleans(),
+            "prefill_chunk": st.sampled_from([1, 64, 2048]),
+            "watermark": st.sampled_from([0.0, 0.01, 0.2]),
+        }
+    ),
     deaths=st.sampled_from([None, 80.0]),
     rate=st.sampled_from([0.0, 0.15]),
     memory=st.sampled_from([None, 5.0]),
@@ -363,7 +373,7 @@ def test_promises_hold_and_nothing_is_lost_whatever_happens(
     workers: int,
     mode: str,
     stale: str,
-    control: bool,
+    engine: dict[str, Any],
     deaths: float | None,
     rate: float,
     memory: float | None,
@@ -374,7 +384,7 @@ def test_promises_hold_and_nothing_is_lost_whatever_happens(
         workers=workers,
         workload=Synthetic(turns=(1, 5)),
         fleet={"stale_kv": stale} if alpha == "0" else {"weight_update": mode, "stale_kv": stale},
-        engine={"kv_control": control},
+        engine=engine,
         failures=FailureSpec(rate, 3, deaths, 5.0),
         sandboxes=SandboxSpec(memory, 2),
     )

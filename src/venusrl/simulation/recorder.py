@@ -4,8 +4,8 @@ Owns: hold times, traces, sampled series, why the trainer idled. Must not know: 
 nothing in the run.
 
 The series are sampled at a fixed interval that doubles whenever there are twice as many points as asked for. Why the
-trainer idles is asked when it may have changed (a batch trained, a version arrived, a group complete) and at every
-sample.
+trainer idles is asked when it may have changed (a batch trained, a version arrived, enough groups complete) and at
+every sample.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recorder:
         self._blocked: list[Blocked] = []
         self._since = 0.0
         self._why = ""
-        self._seen: tuple[int, int, bool] | None = None
+        self._seen: tuple[bool, int, bool] | None = None
         self._interval_s = _FIRST_INTERVAL_S
         self._points: list[tuple[float, tuple[float, ...]]] = []
 
@@ -141,7 +141,8 @@ class Recorder:
     def _look(self) -> None:
         """Whether something changed that the trainer may wait for."""
         window = self._core.scheduler.window
-        state = (len(window.complete), window.published, self._trainer.idle)
+        enough = len(window.complete) >= self._scenario.scheduler.batch_groups
+        state = (enough, window.published, self._trainer.idle)
         if state != self._seen:
             self._seen = state
             self._blame()
