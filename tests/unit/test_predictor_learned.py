@@ -110,7 +110,7 @@ def test_the_heuristic_takes_over_while_the_model_ranks_worse() -> None:
         (0.29, 0.30, False),
         (0.31, 0.30, False),
         (None, 0.30, False),
-        (0.33, 0.30, True),
+        (0.36, 0.30, True),
     ]:
         switch.look(Comparison(model, heuristic))
         assert switch.learned is learned
