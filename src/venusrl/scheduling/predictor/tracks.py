@@ -4,7 +4,8 @@ Owns: ``Track``, ``Family`` (a group as the predictor sees it) and their update 
 anything is predicted.
 
 Guarantees: O(1) an event; a trajectory is forgotten when it fails or its group is closed, a complete group when enough
-younger ones are complete: memory is bounded by what is live. Events about unknown trajectories change nothing.
+younger ones are complete: memory is bounded by what is live. Events about unknown trajectories, and a second opening,
+change nothing.
 """
 
 from __future__ import annotations
@@ -159,11 +160,11 @@ class Tracks:
 
     # --- groups and trajectories -------------------------------------------------------------------------
     def _group_opened(self, event: ev.GroupOpened, now: float) -> None:
-        self.families[event.group] = Family(event.group, event.task, event.size)
+        self.families.setdefault(event.group, Family(event.group, event.task, event.size))
 
     def _opened(self, event: ev.TrajectoryOpened, now: float) -> Seen | None:
         family = self.families.get(event.group)
-        if family is None:
+        if family is None or event.trajectory in self.live:
             return None
         track = Track(event.trajectory, family, self.opened)
         self.opened += 1
