@@ -172,5 +172,7 @@ def recompute_s(worker: Worker, tokens: int) -> float:
     costs = worker.costs
     if costs is None or tokens <= 0:
         return _RECOMPUTE_S
-    worth = costs.step_base_s / costs.step_s(_BATCH, _FILLED * worker.kv_capacity)
+    step_s = costs.step_s(_BATCH, _FILLED * worker.kv_capacity)
+    # Steps that take no time gain nothing by KV.
+    worth = costs.step_base_s / step_s if step_s > 0 else 0.0
     return costs.prefill_s(tokens) * worker.kv_capacity / tokens / max(worth, _LEAST_WORTH)
