@@ -228,6 +228,21 @@ def test_the_frontier_gets_its_sandbox_from_a_background_trajectory_that_waits()
     assert victim in [t for t, *_ in sent(desk.tell(ev.SandboxReady(victim)))]
 
 
+def test_T06_a_drain_held_up_by_a_straggler_does_not_hold_up_everybody() -> None:
+    """Case T06: one turn of 1000 s keeps its worker from new weights; its neighbours go on elsewhere."""
+    desk = Desk(groups=4, size=2, pacing=False)
+    desk.up("w")
+    desk.ask("g0/0")
+    desk.ask("g0/1")
+    desk.up("v")
+    desk.end("g0/1")
+    desk.tell(ev.WorkerDraining("w"))
+    assert of(desk.ask("g0/1", 1_100, turn=1), act.Hold) == [("g0/1", "draining")]
+    answer = desk.tell(ev.Tick(), after=15.0)
+    assert of(answer, act.ReleaseKV) == [("g0/1", "moved")]
+    assert [(t, w) for t, w, _ in sent(answer + desk.tell(ev.Tick()))] == [("g0/1", "v")]
+
+
 def test_T32_sessions_spread_over_idle_replicas() -> None:
     """Case T32: 200 sessions one after the other on four replicas."""
     desk = Desk(groups=100, size=2, batch=50)

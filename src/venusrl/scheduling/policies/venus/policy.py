@@ -267,6 +267,7 @@ class Venus(Policy):
     def _serve(self, worker: Worker, view: View) -> Iterator[Decision]:
         """Room may have appeared: residents first, then the queue."""
         if worker.draining:
+            yield from self._desert(worker, view)
             return
         for trajectory in self.waiting.residents(worker.name):
             if self.waiting.home(trajectory) == worker.name:
@@ -341,6 +342,14 @@ class Venus(Policy):
                 yield from self._hold(turn, reasons.KV)
             else:
                 yield from self._send(turn, home, victims, reasons.RESIDENT)
+
+    def _desert(self, home: Worker, view: View) -> Iterator[Decision]:
+        """Residents of a worker that waits for new weights do not wait with it for long, if others take turns."""
+        for name in self.waiting.residents(home.name):
+            turn = self.waiting.turns[name]
+            waited = self._now - turn.requested_at >= self.settings.displace_after_s
+            if waited and any(view.refusal(turn, w) is None for w in view.workers.values()):
+                yield from self._evict(name, reasons.MOVED)
 
     def _yields(self, turn: PendingTurn, home: Worker) -> bool:
         """Whether it makes room for somebody more urgent, at this boundary of turns."""

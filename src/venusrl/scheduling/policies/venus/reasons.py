@@ -21,6 +21,7 @@ Owns: the codes, stable for dashboards and records; one meaning each.
 | ``transfer`` | Hold | its KV is on the way to another worker |
 | ``gap`` | ReleaseKV | its tool call takes longer than its KV is worth |
 | ``displaced`` | ReleaseKV | a more urgent turn needs the room |
+| ``moved`` | ReleaseKV | its trajectory goes on elsewhere (crowded, or waiting for weights for long) |
 | ``preempted`` | Preempt | a frontier turn waits for the room of this background one |
 | ``migrated`` | Migrate | copying its KV is cheaper than waiting or computing it anew |
 | ``opened``, ``needed``, ``resumed`` | CreateSandbox | ahead of need; its priority changed; wanted back after a pause |
