@@ -1,4 +1,4 @@
-"""The ``venus`` policy in whole runs: bounded waiting, no turn lost or sent twice, the ledger within bounds, determinism.
+"""The ``venus`` policy in whole runs: bounded waiting, no turn lost or sent twice, the ledger in bounds, determinism.
 
 ``VirtualRun`` checks the scheduler's promises at every event with its own books, and that something trains in the end.
 """
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from venusrl.scheduling.actions import Action, Dispatch, FinishRun, Hold
 from venusrl.scheduling.config import SchedulerConfig
+from venusrl.scheduling.costs import EngineCosts
 from venusrl.scheduling.events import Event, TurnRequested
 from venusrl.scheduling.policies.venus import Venus, VenusConfig
 from venusrl.scheduling.scheduler import Scheduler
@@ -21,6 +22,9 @@ from venusrl.testing.virtual_run import VirtualRun, Workload
 
 ALPHAS = ("0", "0.5", "1", "1.5", "2")
 SWITCHES = tuple(name for name in VenusConfig.__struct_fields__ if isinstance(getattr(VenusConfig(), name), bool))
+
+PREFILL = EngineCosts(0.1, 0.1, 1e-3, 1e-3, 1e-6)
+TRANSFER = EngineCosts(0.1, 0.1, 1e-3, 1e-2, 1e-6, transfer_token_s=1e-6)
 
 
 class Watched(Scheduler):
@@ -57,6 +61,7 @@ def workloads(draw: st.DrawFn, *, drain: bool) -> Workload:
         drain=drain,
         kv=draw(st.sampled_from((150, 700, 3000))),
         growth=(0, draw(st.sampled_from((10, 100, 300)))),
+        costs=draw(st.sampled_from((None, PREFILL, TRANSFER))),
     )
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from venusrl.scheduling import actions as act
 from venusrl.scheduling import events as ev
+from venusrl.scheduling.costs import EngineCosts
 from venusrl.scheduling.scheduler import Scheduler
 from venusrl.testing.clock import VirtualClock
 from venusrl.types import FailureKind, StopReason
@@ -61,6 +62,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Length of the task order; None = endless."""
     kv: int = 10_000
     """Tokens that each worker says it holds."""
+    costs: EngineCosts | None = None
+    """What each worker says that its work takes."""
     prompt: int = 100
     growth: tuple[int, int] = (0, 0)
     """Tokens by which a turn lengthens the context."""
@@ -190,6 +193,8 @@ class VirtualRun:
                 self.ended = action
             case act.Preempt(trajectory=name):
                 self._preempt(self.episodes[name], action)
+            case act.Migrate(trajectory=name, worker=worker):
+                self._later(0.5, self._moved, self.episodes[name], worker)
             case act.Hold() | act.RetainKV() | act.ReleaseKV():
                 pass
             case _:
@@ -340,6 +345,11 @@ class VirtualRun:
         self.report(ev.TurnFinished(episode.name, episode.turn, episode.resumed, 0, StopReason.ABORT))
         self._request(episode)
 
+    def _moved(self, episode: Episode, worker: str) -> None:
+        if not episode.over:
+            arrived = episode.running_on is None and self.engines[worker].up
+            self.report(ev.KVTransferred(episode.name, worker, episode.context if arrived else 0))
+
     def _leave_engine(self, episode: Episode) -> None:
         if episode.running_on is None:
             return
@@ -352,7 +362,7 @@ class VirtualRun:
         self._load_if_idle(engine)
 
     def _up(self, engine: Engine) -> ev.WorkerUp:
-        return ev.WorkerUp(engine.name, self.workload.kv, self.workload.slots, engine.version)
+        return ev.WorkerUp(engine.name, self.workload.kv, self.workload.slots, engine.version, self.workload.costs)
 
     def _schedule_death(self) -> None:
         if self.workload.deaths_every_s is not None:

@@ -37,8 +37,9 @@ class Frontier:
         return self._levels.get(group, BACKGROUND_LEVEL)
 
     def cohort(self, group: str) -> float:
-        """What members of groups behind the frontier are ordered by before their own length: the version that they
-        must train with in the end; groups not started have all the time. Without batches, the group's age."""
+        """What trajectories of a level are ordered by before their own length: behind the frontier the version that
+        their group started with, for that bounds when it trains (one not started has all the time). The frontier is
+        one cohort. Without batches, the group's age."""
         return self._cohorts.get(group, math.inf)
 
     def knows(self, group: str) -> bool:
@@ -52,7 +53,7 @@ class Frontier:
         """Order anew. ``needs``: what the group still needs, in seconds of work. True if anything changed."""
         levels = self._select(view, needs) if self._by_batch else dict.fromkeys(view.window.open, FRONTIER_LEVEL)
         groups = sorted(view.window.open.values(), key=lambda g: self._key(g, levels, needs))
-        self._cohorts = {group.name: self._cohort(group) for group in groups}
+        self._cohorts = {group.name: self._cohort(group, levels) for group in groups}
         places = {group.name: place for place, group in enumerate(groups)}
         changed = levels != self._levels or places != self._places
         self._levels, self._places = levels, places
@@ -74,9 +75,11 @@ class Frontier:
         levels.update(dict.fromkeys(selection.mandatory, DEADLINE_LEVEL))
         return levels
 
-    def _cohort(self, group: Group) -> float:
+    def _cohort(self, group: Group, levels: dict[str, int]) -> float:
         if not self._by_batch:
             return group.ordinal
+        if group.name in levels:
+            return 0
         return math.inf if group.start is None else group.start
 
     def _key(self, group: Group, levels: dict[str, int], needs: Callable[[Group], float]) -> tuple[float, ...]:

@@ -179,11 +179,8 @@ class Venus(Policy):
         return level
 
     def _key(self, turn: PendingTurn) -> Key:
-        level = self._level(turn)
         total = self.lengths.total(turn.trajectory) if self.settings.longest_first else 0.0
-        if level != BACKGROUND_LEVEL:
-            return (level, -total, turn.requested_at)
-        return (level, self.frontier.cohort(turn.group), -total, turn.requested_at)
+        return (self._level(turn), self.frontier.cohort(turn.group), -total, turn.requested_at)
 
     def _refresh(self, view: View) -> None:
         window = view.window
