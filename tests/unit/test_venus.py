@@ -35,6 +35,7 @@ class Desk:
             self.tell(ev.GroupOpened(f"g{ordinal}", ordinal, "t", size))
             for index in range(size):
                 self.tell(ev.TrajectoryOpened(f"g{ordinal}/{index}", f"g{ordinal}", index, 0))
+        self.tell(ev.Tick(), after=1.0)
 
     def tell(self, *events: ev.Event, after: float = 0.0) -> list[act.Action]:
         """What it answers to all of them."""

@@ -39,6 +39,7 @@ from venusrl.types import StopReason
 
 _PASSING = frozenset({"weights", "draining", "staleness_quota", reasons.NO_WORKER, reasons.SANDBOX_PAUSED})
 """Reasons that are replaced by the next one; others stay until the turn goes."""
+_SOON_S = 1.0
 _LEAST = 512
 """Tokens of room below which the queue is not looked at."""
 
@@ -64,7 +65,9 @@ class Venus(Policy):
         self._moving: dict[str, str] = {}
         self._least: dict[str, int] = {}
         """By worker: the smallest need of those at the head of the queue who found no room there."""
-        self._seen = (-1, -1, -1, -1)
+        self._seen = (-1, -1)
+        self._due = True
+        """Whether something happened that may change the order of groups."""
         self._refreshed_at = float("-inf")
         self._now = 0.0
 
@@ -85,7 +88,7 @@ class Venus(Policy):
             case ev.SandboxPaused(trajectory=name):
                 self._look_at(self.room.drop(name))
                 self.waiting.unseat(name)
-            case ev.SandboxReady():
+            case ev.SandboxReady(trajectory=name) if name in self.waiting.turns:
                 self._least.clear()
                 self._look_at_all(view)
             case ev.KVTransferred(trajectory=name, worker=worker, tokens=tokens):
@@ -100,8 +103,8 @@ class Venus(Policy):
             case ev.WorkerAcknowledged(worker=worker):
                 self._least.pop(worker, None)
                 self._look_at(worker)
-            case ev.TrajectoryFinished() | ev.TrajectoryFailed():
-                self._seen = (-1, -1, -1, -1)
+            case ev.TrajectoryFinished() | ev.TrajectoryFailed() | ev.GroupOpened() | ev.GroupClosed():
+                self._due = True
             case _:
                 pass
 
@@ -145,6 +148,10 @@ class Venus(Policy):
         if worker is not None:
             self._dirty[worker] = None
 
+    @property
+    def _refresh_at(self) -> float:
+        return self._refreshed_at + (min(_SOON_S, self.settings.refresh_s) if self._due else self.settings.refresh_s)
+
     def _rest_of_gap(self, trajectory: str) -> float:
         return self.room.rest(trajectory, self._now)
 
@@ -183,11 +190,12 @@ class Venus(Policy):
         return (self._level(turn), self.frontier.cohort(turn.group), -total, turn.requested_at)
 
     def _refresh(self, view: View) -> None:
+        """At once with a new batch or version, within a second of other events, now and then for forecasts' sake."""
         window = view.window
-        seen = (window.next_version, window.published, len(window.open), len(window.complete))
-        if seen == self._seen and view.now < self._refreshed_at + self.settings.refresh_s:
+        seen = (window.next_version, window.published)
+        if seen == self._seen and view.now < self._refresh_at:
             return
-        self._seen, self._refreshed_at = seen, view.now
+        self._seen, self._refreshed_at, self._due = seen, view.now, False
         needs = {name: self.lengths.group(group, self._rest_of_gap) for name, group in window.open.items()}
         self.frontier.refresh(view, lambda group: needs[group.name])
         self.waiting.reorder()
@@ -224,7 +232,7 @@ class Venus(Policy):
     def wake_at(self, view: View) -> float | None:
         if not len(self.waiting):
             return None
-        expiry, look = self.room.next_expiry(), self._refreshed_at + self.settings.refresh_s
+        expiry, look = self.room.next_expiry(), self._refresh_at
         return look if expiry is None else min(expiry, look)
 
     def _arrive(self, turn: PendingTurn, view: View) -> Iterator[Decision]:
