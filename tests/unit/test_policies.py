@@ -12,12 +12,14 @@ from venusrl.coordinator.forecasts import Forecasts
 from venusrl.coordinator.policies import RUNNABLE, make_policy, make_predictor, scheduler_config
 from venusrl.recipe import PolicyName, RecipeError, load, warnings
 from venusrl.scheduling import events as ev
+from venusrl.scheduling.actions import Action, CreateSandbox, Migrate, PauseSandbox
 from venusrl.scheduling.events import Event
 from venusrl.scheduling.policies.registry import REGISTRY
 from venusrl.scheduling.policies.venus import Venus
 from venusrl.scheduling.predictor import Predictor
 from venusrl.scheduling.predictor.learned import Learned
 from venusrl.scheduling.predictor.siblings import Siblings
+from venusrl.scheduling.scheduler import Scheduler
 from venusrl.types import StopReason
 
 
@@ -108,3 +110,18 @@ async def test_a_damaged_file_costs_what_was_learned_and_not_the_run(tmp_path: P
     assert [kind for kind, _ in said] == ["predictor_reset"]
     assert not await forecasts.refit()
     assert not await Forecasts(None, tmp_path / "none", lambda kind, fields: None).refit()
+
+
+def test_a_real_run_never_asks_to_pause_a_sandbox() -> None:
+    recipe = load("demo", ["schedule.policy=venus"])
+    scheduler = Scheduler(scheduler_config(recipe), make_policy(recipe))
+    scheduler.handle(ev.WorkerUp("w", 32768, 64, 0), 0.0)
+    asked: list[Action] = []
+    for number in range(16):
+        asked += scheduler.handle(ev.GroupOpened(f"g{number}", number, f"task{number}", 1), 0.0)
+        asked += scheduler.handle(ev.TrajectoryOpened(f"t{number}", f"g{number}", 0, 0), 0.0)
+        asked += scheduler.handle(ev.SandboxReady(f"t{number}"), 1.0)
+    for number in range(8):
+        asked += scheduler.handle(ev.SandboxDenied(f"t{number}", 1.0), 2.0 + number)
+    assert any(isinstance(action, CreateSandbox) for action in asked)
+    assert not any(isinstance(action, PauseSandbox | Migrate) for action in asked)

@@ -42,7 +42,8 @@ def make_policy(recipe: Recipe, predictor: Predictor | None = None) -> Policy:
     options: dict[str, Any] = dict(recipe.schedule.policy_options)
     try:
         if name == "venus":
-            return Venus(msgspec.convert(options, VenusConfig), predictor)
+            # The embedded node keeps every sandbox it has created until it ends.
+            return Venus(msgspec.convert(options, VenusConfig), predictor, pausable=False)
         return REGISTRY[name].policy(**options)
     except (msgspec.ValidationError, UnknownPolicy, ValueError, TypeError) as error:
         raise RecipeError(f"schedule.policy_options: {error}") from error

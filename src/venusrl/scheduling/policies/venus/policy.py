@@ -45,16 +45,18 @@ _LEAST = 512
 
 
 class Venus(Policy):
-    """See the module. ``predictor``: fresh, it is told every event."""
+    """See the module. ``predictor``: fresh, it is told every event. ``pausable``: the nodes can pause a sandbox."""
 
     name = "venus"
 
-    def __init__(self, config: VenusConfig | None = None, predictor: Predictor | None = None) -> None:
+    def __init__(
+        self, config: VenusConfig | None = None, predictor: Predictor | None = None, *, pausable: bool = True
+    ) -> None:
         self.settings = VenusConfig() if config is None else config
         self.lengths = Lengths(Siblings() if predictor is None else predictor)
         self.frontier = Frontier(by_batch=self.settings.frontier)
         self.room = Room(by_value=self.settings.retention)
-        self.sandboxes = Sandboxes(self.frontier, pausing=self.settings.sandboxes)
+        self.sandboxes = Sandboxes(self.frontier, pausing=self.settings.sandboxes and pausable)
         self.waiting = Waiting(self._key)
         parts = (self.settings, self.room, self.frontier, self.lengths)
         self.admission = Admission(*parts, self.waiting, self._level)
