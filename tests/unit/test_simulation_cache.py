@@ -154,7 +154,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(STEPS, st.booleans())
 def test_counts_are_exact_whatever_happens(steps: list[tuple[str, int, int]], whole: bool) -> None:
     cache = Cache(whole=whole, control=True)

@@ -26,7 +26,7 @@ costs = EngineCosts(0.01, 0.0005, 1e-6, 1e-4, 1e-9)
 engines = tuple(EngineSpec(f"e{i}", 4000, 6, costs, kv_control=True) for i in range(3))
 case = Scenario(
     name="test",
-    scheduler=SchedulerConfig(3, 3, Decimal(1), 1, max_steps=3),
+    scheduler=SchedulerConfig(3, 3, Decimal(1), 1, max_steps=2),
     fleet=FleetSpec(engines, load_s=0.5, stale_kv="flush"),
     trainer=TrainerSpec(fixed_s=3.0, publish_s=1.0),
     workload=Synthetic(turns=(1, 5)),

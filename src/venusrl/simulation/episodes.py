@@ -246,7 +246,7 @@ class Episodes:
         episode.state = "finished"
         episode.finished_at = core.now
         core.report(ev.VerificationFinished(episode.name, episode.script.reward))
-        if episode.state != "finished":
+        if episode.name not in self.live:
             return
         if self._refilled(episode):
             core.report(ev.GroupClosed(episode.group.name, ZERO_VARIANCE))
