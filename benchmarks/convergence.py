@@ -53,26 +53,36 @@ def measure(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(cells: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Differences to on-policy (alpha 0), paired by seed."""
+    """Differences to on-policy (alpha 0), paired by seed; also over both pinnings: they change time, not learning."""
     report: dict[str, Any] = {}
+    pooled: dict[str, list[tuple[float, float]]] = {}
     for name, runs in cells.items():
         alpha, pinning = name.split("-")
         base = cells[f"0-{pinning}"]
-        steps = min(len(r["reward"]) for r in [*runs, *base])
-        gaps = [
-            sum(r["reward"][:steps]) / steps - sum(b["reward"][:steps]) / steps for r, b in zip(runs, base, strict=True)
+        pairs = [
+            (_mean(r["reward"]) - _mean(b["reward"]), r["end"] - b["end"]) for r, b in zip(runs, base, strict=True)
         ]
-        ends = [r["end"] - b["end"] for r, b in zip(runs, base, strict=True)]
+        pooled.setdefault(alpha, []).extend(pairs)
         ratios = [b["train_s"] / r["train_s"] for r, b in zip(runs, base, strict=True)]
         report[name] = {
-            "alpha": alpha,
-            "reward_difference": interval(gaps),
-            "held_out_difference": interval(ends),
+            **_differences(pairs),
             "speed_ratio": interval(ratios),
-            "staleness_mean": sum(r["staleness_mean"] for r in runs) / len(runs),
-            "trainer_idle": sum(r["idle"] for r in runs) / len(runs),
+            "staleness_mean": _mean([r["staleness_mean"] for r in runs]),
+            "trainer_idle": _mean([r["idle"] for r in runs]),
         }
-    return report
+    both = {f"{alpha}-both": _differences(pairs) for alpha, pairs in pooled.items() if alpha != "0"}
+    return {**report, **both}
+
+
+def _differences(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    return {
+        "reward_difference": interval([p[0] for p in pairs]),
+        "held_out_difference": interval([p[1] for p in pairs]),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def draw(cells: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -94,7 +104,7 @@ def draw(cells: dict[str, list[dict[str, Any]]], path: Path) -> None:
             axis.legend(loc="upper left")
     figure.suptitle("Reward over steps and over wall time (mean of the last 5 steps; one line a seed)")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:
@@ -118,8 +128,10 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, row in report.items():
         columns = [f"{m:+.3f} ± {h:.3f}" for m, h in (row["reward_difference"], row["held_out_difference"])]
-        columns.append("{:.2f} ± {:.2f}".format(*row["speed_ratio"]))
-        print(f"| {name} | " + " | ".join(columns) + f" | {row['staleness_mean']:.2f} | {row['trainer_idle']:.2f} |")
+        if "speed_ratio" in row:
+            columns.append("{:.2f} ± {:.2f}".format(*row["speed_ratio"]))
+            columns += [f"{row['staleness_mean']:.2f}", f"{row['trainer_idle']:.2f}"]
+        print(f"| {name} | " + " | ".join(columns) + " |")
 
 
 if __name__ == "__main__":
