@@ -110,6 +110,7 @@ def _check(run_dir: Path) -> None:
 
 
 KNOWN_REASONS = {"crash", "shutdown", "engine_lost", "sandbox_gone", "sandbox_error", "reissued", "group_too_small"}
+KNOWN_REASONS |= {"verifier_no_reward"}  # the kill hit what was verifying
 
 
 def _version(run_dir: Path) -> int:
