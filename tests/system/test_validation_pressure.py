@@ -1,4 +1,4 @@
-"""The costlier published measurements (see ``tests/unit/test_simulation_validation.py``)."""
+"""The costlier published measurements (see ``tests/integration/test_simulation_validation.py``)."""
 
 from __future__ import annotations
 

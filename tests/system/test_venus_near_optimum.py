@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from tests.unit.test_simulation_optimum import best, seconds, tiny
+from tests.integration.test_simulation_optimum import best, seconds, tiny
 
 INSTANCES = ((2, 1, 3, 0), (2, 1, 3, 1), (2, 1, 3, 2), (3, 1, 1, 0), (3, 1, 1, 1), (2, 2, 2, 0), (2, 2, 2, 1))
 MEAN = 1.07
