@@ -174,6 +174,7 @@ def test_an_interrupt_before_anything_serves_waits_for_nothing(recipes: Recipes,
     assert process.wait(150) == 130, process.said()
     assert time.monotonic() - begun < 60, "it waits for no episode, no trainer and no worker that only starts"
     assert "did not end within" not in (run_dir / "logs" / "coordinator.log").read_text()
+    assert "episodes" in process.said(), "it says what it waits for"
     assert "--resume" in process.said()
     assert sandboxes_left(run_dir) == []
     assert faults(run_dir) == []

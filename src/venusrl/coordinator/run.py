@@ -170,6 +170,7 @@ class _Drive:
         self._stop = stop
         self._begun = begun
         self._phase = "starting"
+        self._on_status: Callable[[Status], None] | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._trainer: asyncio.Task[None] | None = None
 
@@ -232,7 +233,7 @@ class _Drive:
         False if a stop was asked for before the evaluation was over.
         """
         parts = self._parts
-        self._phase = f"stopping {parts.episodes.running} episodes"
+        self._enter(f"stopping {parts.episodes.running} episodes")
         parts.over = True
         stuck = await parts.episodes.close("shutdown", _EPISODES_END_S)
         if stuck:
@@ -247,7 +248,7 @@ class _Drive:
             parts.evaluator.request(version)
         if parts.evaluator.evaluating is None:
             return True
-        self._phase = "evaluating"
+        self._enter("evaluating")
         evaluation = asyncio.create_task(self._evaluate_the_rest(version), name="evaluate the rest")
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         try:
@@ -266,11 +267,11 @@ class _Drive:
             # Between full checkpoints a trainer that ends writes one: that is worth waiting for, too.
             busy = self._parts.scheduler.window.training is not None or self._recipe.training.checkpoint_every > 1
             patience = _TRAINER_ENDS_S if busy else _IDLE_TRAINER_ENDS_S
-            self._phase = "waiting for the trainer's last step" if busy else "stopping the trainer"
+            self._enter("waiting for the trainer's last step" if busy else "stopping the trainer")
             _, pending = await asyncio.wait({trainer}, timeout=patience)
             if pending:
                 _log.warning("the trainer did not end within %g s and is stopped", patience)
-        self._phase = "stopping"
+        self._enter("stopping")
         await self._parts.trainer.stop()
 
     async def _evaluate_the_rest(self, version: int) -> None:
@@ -287,9 +288,19 @@ class _Drive:
         self._parts.host.close()
         await self._parts.close()
 
+    def _enter(self, phase: str) -> None:
+        """A phase may be over before the next look: it is told when it begins."""
+        self._phase = phase
+        if self._on_status is not None:
+            self._on_status(self._status())
+
+    def _status(self) -> Status:
+        return self._parts.status(self._phase, time.monotonic() - self._begun)
+
     async def show(self, on_status: Callable[[Status], None]) -> None:
+        self._on_status = on_status
         while True:
-            on_status(self._parts.status(self._phase, time.monotonic() - self._begun))
+            on_status(self._status())
             await asyncio.sleep(_STATUS_EVERY_S)
 
 
