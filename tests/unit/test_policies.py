@@ -125,3 +125,10 @@ def test_a_real_run_never_asks_to_pause_a_sandbox() -> None:
         asked += scheduler.handle(ev.SandboxDenied(f"t{number}", 1.0), 2.0 + number)
     assert any(isinstance(action, CreateSandbox) for action in asked)
     assert not any(isinstance(action, PauseSandbox | Migrate) for action in asked)
+
+
+def test_a_disk_without_room_costs_what_was_learned_and_not_the_run(tmp_path: Path) -> None:
+    forecasts = Forecasts(Siblings(), tmp_path / "gone" / "predictor.bin", lambda kind, fields: None)
+    with pytest.raises(OSError, match="gone"):
+        forecasts.save()
+    forecasts.try_to_save()

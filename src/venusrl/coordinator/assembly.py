@@ -291,8 +291,7 @@ class Assembly:
         """Stop processes and connections. Every step is bounded, and none keeps the next from being tried."""
         left: list[str] = []
         self.faults.close()
-        with contextlib.suppress(OSError):  # a full disk: the run's own record matters more, and says so itself
-            self.forecasts.save()
+        self.forecasts.try_to_save()
         for what, closing in (
             ("the publisher", self.publisher.close()),
             ("the gateway", self.gateway.close()),

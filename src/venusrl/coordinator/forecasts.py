@@ -53,7 +53,7 @@ class Forecasts:
             await self.refit()
             looks += 1
             if looks % _SAVE_EVERY == 0:
-                self.save()
+                self.try_to_save()
 
     async def refit(self) -> bool:
         """Fit if that is due; the slow part in a thread. Says whether a new model answers now."""
@@ -68,6 +68,13 @@ class Forecasts:
         figures = {"spearman": quality.spearman, "coverage": quality.coverage, "refits": quality.refits}
         self._on_event("predictor_fitted", {"active": quality.active, **figures})
         return True
+
+    def try_to_save(self) -> None:
+        """As ``save``; a full disk costs what was learned (the run's own record says of it what matters)."""
+        try:
+            self.save()
+        except OSError as error:
+            _log.warning("what the length predictor learned is not saved: %s", error)
 
     def save(self) -> None:
         """What was learned, to the file (atomically). Raises OSError."""
