@@ -2,7 +2,7 @@
 
     python benchmarks/controls.py [--seeds 3] [--out runs/controls]
 
-Arms: `demo` as shipped; `lr0` (learning rate 0: everything runs and nothing is learned, so 8 steps do); `shuffled`
+Arms: `demo` as shipped; `lr0` (learning rate 0: everything runs and nothing is learned); `shuffled`
 (each batch's rewards permuted before advantages); `pretraining` (the same wall time, on both cores, spent on more
 pre-training instead; its end is compared with the demo's start on the same tasks). Prints a table of held-out reward
 (sampled) at version 0 and at the end, the gain, and its mean over seeds with a 95% interval; writes results.json.
@@ -22,7 +22,7 @@ from runs import ensure, interval
 ENDS_ONLY: dict[str, object] = {"evaluation.every": 0, "evaluation.greedy": False}
 ARMS: dict[str, dict[str, object]] = {
     "demo": {},
-    "lr0": {"training.learning_rate": 0.0, "training.steps": 8, **ENDS_ONLY},
+    "lr0": {"training.learning_rate": 0.0, **ENDS_ONLY},
     "shuffled": {"training.shuffle_rewards": True, **ENDS_ONLY},
 }
 PRETRAINING = "pretraining"

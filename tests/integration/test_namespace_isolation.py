@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from tests.integration.namespaces import LIMITS, output, serving
 
-from venusrl.sandboxes import templates
 from venusrl.sandboxes.node import EmbeddedNode
+from venusrl.sandboxes.templates import roots as templates
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.namespace import wire
 from venusrl.sandboxes.runtimes.namespace.launcher import Launcher
 from venusrl.sandboxes.runtimes.namespace.machine import Machine
-from venusrl.sandboxes.templates import resolve
+from venusrl.sandboxes.templates.roots import resolve
 
 
 class Notes:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from venusrl.sandboxes import templates
 from venusrl.sandboxes.protocol import TemplateNotFound
 from venusrl.sandboxes.runtimes.namespace import bwrap
 from venusrl.sandboxes.runtimes.namespace.bwrap import Bind, Descriptors, View
+from venusrl.sandboxes.templates import roots as templates
 
 FDS = Descriptors(status=5, seccomp=6, userns=7)
 VIEW = View((Bind("/usr", "/usr"), Bind("/s/work", "/work", writable=True)), (("usr/bin", "/bin"),))

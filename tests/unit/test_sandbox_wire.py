@@ -6,7 +6,7 @@ import pytest
 
 from venusrl.sandboxes.protocol import CommandResult, DiskFull, Limits, Mount, SandboxDenied, SandboxError
 from venusrl.sandboxes.runtimes.namespace import wire
-from venusrl.sandboxes.templates import Template
+from venusrl.sandboxes.templates.roots import Template
 
 REQUESTS: list[wire.Request] = [
     wire.Create(1, "s", Template(None, 1000), Limits()),

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from venusrl.sandboxes import ownership, templates
+from venusrl.sandboxes import ownership
 from venusrl.sandboxes.protocol import (
     CommandResult,
     Limits,
@@ -35,6 +35,7 @@ from venusrl.sandboxes.protocol import (
 )
 from venusrl.sandboxes.runtimes.namespace import program, wire
 from venusrl.sandboxes.runtimes.namespace.client import LauncherClient
+from venusrl.sandboxes.templates import roots as templates
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

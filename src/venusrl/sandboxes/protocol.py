@@ -33,6 +33,12 @@ class SandboxGone(SandboxError):
     reason = "sandbox_gone"
 
 
+class SandboxPaused(SandboxError):
+    """The sandbox is paused: resume it first."""
+
+    reason = "sandbox_paused"
+
+
 class SandboxDenied(SandboxError):
     """The node will not admit another sandbox now."""
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from venusrl.sandboxes import templates
 from venusrl.sandboxes.protocol import TemplateNotFound
 from venusrl.sandboxes.runtimes.namespace import files, holder, kernel
 from venusrl.sandboxes.runtimes.namespace.bwrap import Bind, View
 from venusrl.sandboxes.runtimes.namespace.stage import Stage
-from venusrl.sandboxes.templates import Template
+from venusrl.sandboxes.templates import roots as templates
+from venusrl.sandboxes.templates.roots import Template
 
 _FILES_PER_MIB = 256
 _FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV

@@ -15,7 +15,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from venusrl.sandboxes import templates
 from venusrl.sandboxes.protocol import (
     BadPath,
     HostDiskFull,
@@ -27,7 +26,8 @@ from venusrl.sandboxes.protocol import (
 )
 from venusrl.sandboxes.runtimes.namespace import bwrap, cgroup, disk, files, kernel, seccomp, spawn, stage, userns, wire
 from venusrl.sandboxes.runtimes.namespace.command import Command
-from venusrl.sandboxes.templates import Template
+from venusrl.sandboxes.templates import roots as templates
+from venusrl.sandboxes.templates.roots import Template
 
 _RESERVED = frozenset({*templates.HOST_DIRECTORIES, *templates.WRITABLE, "dev", "etc", "proc", "sys"})
 _END_TIMEOUT_S = 5.0

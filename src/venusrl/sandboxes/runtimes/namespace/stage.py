@@ -15,10 +15,10 @@ import os
 import shutil
 from pathlib import Path
 
-from venusrl.sandboxes import templates
 from venusrl.sandboxes.protocol import BadPath, Mount, RuntimeUnavailable
 from venusrl.sandboxes.runtimes.namespace import kernel, userns
 from venusrl.sandboxes.runtimes.namespace.bwrap import Bind, Bubblewrap, View
+from venusrl.sandboxes.templates import roots as templates
 
 _HIDDEN = "/run"
 """Mounted over in the private namespace: a place that exists everywhere, that no template needs, that tells nothing."""

@@ -17,7 +17,7 @@ import msgspec
 from venusrl.sandboxes import protocol
 from venusrl.sandboxes.protocol import CommandResult, Limits, Mount, SandboxError
 from venusrl.sandboxes.runtimes.namespace.bwrap import Bubblewrap
-from venusrl.sandboxes.templates import Template
+from venusrl.sandboxes.templates.roots import Template
 
 MAX_FRAME = 1 << 30
 _HEADER = struct.Struct("!I")

@@ -1,0 +1,1 @@
+"""PURE: which sandbox may run where, by footprint; the baselines beside it."""

@@ -1,0 +1,1 @@
+"""The environment manager: the E2B control plane over one or many hosts."""

@@ -1,0 +1,1 @@
+"""Sandboxes in gVisor, where runsc is installed."""
