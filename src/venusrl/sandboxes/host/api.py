@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from venusrl.sandboxes.admission.api import HostView
-from venusrl.sandboxes.agent.api import Stream
+from venusrl.sandboxes.agent.api import Stream, Usage
 from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.base import Abilities, Footprint, Network
 
@@ -127,6 +127,10 @@ class Host(Protocol):
 
     async def connect(self, sandbox: str, port: int) -> Stream:
         """A raw TCP connection to a port inside (HTTP/2 and whatever else is not HTTP/1.1)."""
+        ...
+
+    async def usage(self, sandbox: str) -> Usage:
+        """What a running sandbox says of itself, for metrics. Raises SandboxGone, SandboxPaused."""
         ...
 
     def events(self) -> AsyncIterator[Died]:
