@@ -107,7 +107,7 @@ class FakeInstance:
 
     async def snapshot(self, directory: Path, *, memory: bool = True) -> Snapshot:
         state = self._state()
-        directory.mkdir(mode=0o700, parents=True)
+        directory.mkdir(mode=0o700, parents=True)  # noqa: ASYNC240 - one small local directory
         try:
             (directory / "state.json").write_bytes(msgspec.json.encode(state))
             await self._runtime.reach("snapshot", self._spec.id)
@@ -220,7 +220,7 @@ class FakeRuntime:
         return await self._make("create", spec)
 
     async def restore(self, spec: Spec, snapshot: Snapshot) -> FakeInstance:
-        kept = Path(snapshot.directory) / "state.json"  # noqa: ASYNC240 - a small local file
+        kept = Path(snapshot.directory) / "state.json"
         if not kept.is_file():
             raise SandboxError(f"the snapshot in {snapshot.directory} is damaged")
         return await self._make("restore", spec)

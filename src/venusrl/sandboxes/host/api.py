@@ -57,6 +57,8 @@ class Held(msgspec.Struct, frozen=True):
     changed: float
     footprint: Footprint
     idle_s: float | None
+    epoch: int = 0
+    """Grows with every change of host: of two hosts that hold the same sandbox the larger one's is the sandbox."""
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
@@ -66,6 +68,20 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     sandbox: str
     template: str
     runtime: str
+    memory: bool
+    bytes: int
+    created: float
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """State of a sandbox kept here for another host, ``origin``: it becomes the sandbox when that one gave it away or
+    died (``moves.recover``)."""
+
+    sandbox: str
+    origin: str
+    template: str
+    runtime: str
+    epoch: int
     memory: bool
     bytes: int
     created: float
@@ -88,6 +104,11 @@ class HostStatus(msgspec.Struct, frozen=True):
     held: tuple[Held, ...]
     snapshots: tuple[SnapshotInfo, ...]
     templates: tuple[str, ...]
+    replicas: tuple[Replica, ...] = ()
+    counters: dict[str, float] = {}
+    """Totals since the service started, by a stable name: ``created``, ``died``, ``paused_for_memory``..."""
+    time_limits: dict[str, float] = {}
+    """Seconds that each operation may take, as in force."""
 
 
 class Host(Protocol):
