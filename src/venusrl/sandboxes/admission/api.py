@@ -20,6 +20,8 @@ class SandboxView(msgspec.Struct, frozen=True):
     ``group`` is its trajectory group ("" = itself alone): those of one group burst together. ``private`` is its last
     measured footprint (0 while none). ``priority``: larger matters more; ``mandatory`` = the trainer waits for it.
     ``idle_s``: since its last command ended, None while one runs. ``resume_cost_s``: expected time to bring it back.
+    ``reclaimable``: what a pause would free now (None = all of ``private``; 0 for a namespace without swap whose
+    processes still run).
     """
 
     id: str
@@ -33,6 +35,8 @@ class SandboxView(msgspec.Struct, frozen=True):
     mandatory: bool = False
     idle_s: float | None = None
     resume_cost_s: float = 0.1
+    cpus: float = 1.0
+    reclaimable: int | None = None
 
 
 class HostView(msgspec.Struct, frozen=True):
@@ -65,10 +69,19 @@ class Request(msgspec.Struct, frozen=True):
     private: int | None = None
 
 
+class Pause(msgspec.Struct, frozen=True):
+    """Pause this one for memory's sake."""
+
+    sandbox: str
+    reason: str
+
+
 class Admit(msgspec.Struct, frozen=True):
-    """It may run on ``host``."""
+    """It may run on ``host``, once those in ``pause`` are paused (a mandatory request displaces idle ones that matter
+    less; empty for every other)."""
 
     host: str
+    pause: tuple[Pause, ...] = ()
 
 
 class Deny(msgspec.Struct, frozen=True):
@@ -77,13 +90,6 @@ class Deny(msgspec.Struct, frozen=True):
     reason: str
     message: str
     retry_after_s: float
-
-
-class Pause(msgspec.Struct, frozen=True):
-    """Pause this one for memory's sake."""
-
-    sandbox: str
-    reason: str
 
 
 class Admission(Protocol):
