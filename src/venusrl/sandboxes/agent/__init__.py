@@ -1,1 +1,18 @@
-"""The program inside every persistent sandbox: its protocol, its client, its source in C."""
+"""The program inside every persistent sandbox: its protocol, its client, its source in C.
+
+Owns: ``agent.c`` and its parts (one static program), ``build.py`` (compiles it once), ``wire.py`` (the frames),
+``client.py`` (``AgentClient``, the host's end).
+
+How a runtime starts it. The program comes from ``await build.program()`` (a path on the host; bind or copy it in):
+
+* namespace: ``agent --fd N``, as PID 1 (``bwrap --as-pid-1``), N an inherited, bound and listening Unix stream socket
+  without close-on-exec. Its path stays outside the sandbox; the host connects with ``AgentClient(client.unix(path))``.
+  No environment is needed. It must be root of its user namespace, with CAP_SETUID, CAP_SETGID, CAP_KILL and, so that
+  root inside is root, CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID; a new devpts at /dev/pts, /proc, /dev/ptmx.
+  CAP_SYS_ADMIN only if ``Settings.hostname`` is to be set from inside.
+* virtual machine: ``agent --port /dev/virtio-ports/NAME``, as root, from init (or as init). It waits for the device.
+  On the host QEMU's chardev is a Unix socket (``server=on,wait=off``): ``AgentClient(client.unix(path))`` as well.
+
+Any number of connections may follow each other; a newer one replaces the older. One ``AgentClient`` is one session:
+it reconnects by itself and loses nothing. After a snapshot was restored, or elsewhere, make a new one.
+"""

@@ -175,8 +175,12 @@ class Agent(Protocol):
         """Raises AgentError: not_found (program or user), invalid_argument (cwd, environment), resource_exhausted."""
         ...
 
-    async def attach(self, pid: int) -> Process:
-        """Follow a process from now on; one that ended a short while ago gives its Exit. Raises not_found."""
+    async def attach(self, pid: int, *, output: bool = True) -> Process:
+        """Follow a process from now on; one that ended a short while ago gives its Exit. Raises not_found.
+
+        After the host's service was restarted, the first to attach also gets what the former one had not taken yet.
+        ``output`` False: only to send, signal, resize; such a handle holds nothing up, its events are the Exit alone.
+        """
         ...
 
     async def processes(self) -> list[ProcessInfo]: ...
@@ -210,6 +214,10 @@ class Agent(Protocol):
         ...
 
     async def usage(self) -> Usage: ...
+
+    async def quiesce(self) -> None:
+        """Write files to disk and let go of the page cache, before a virtual machine's state is saved."""
+        ...
 
     async def connect(self, port: int) -> Stream:
         """A TCP connection to 127.0.0.1:``port`` (or ::1) inside. Raises unavailable when nothing listens."""
