@@ -102,9 +102,12 @@ def test_imports_point_one_way(path: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "scheduling").rglob("*.py")), ids=relative)
-def test_the_scheduler_is_pure(path: Path) -> None:
-    """No clock, no randomness, no event loop, no input or output."""
+PURE = [path for place in ("scheduling", "sandboxes/admission") for path in sorted((PACKAGE / place).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PURE, ids=relative)
+def test_what_decides_is_pure(path: Path) -> None:
+    """The scheduler and admission: no clock, no randomness, no event loop, no input or output."""
     assert [name for name in imported(path) if name.split(".")[0] in IMPURE] == []
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     called = {function.id for function in calls if isinstance(function, ast.Name)}

@@ -1,0 +1,328 @@
+"""What a template's sandboxes will hold, learned from what they held.
+
+Owns: ``Learned``, one ``Profile`` a template: moments of the private footprint by age, how long lives last, how much of
+today's deviation persists, and how much a trajectory group's sandboxes move together.
+
+Must not know: hosts, capacity, policy.
+
+Guarantees: deterministic in the order of calls. Until enough independent lives have reached an age, the answer for it
+is the declared size. Lives that have not ended count for the ages they reached and say nothing of later ones (Kaplan
+and Meier's estimate of survival). Old lives fade, so that a changed workload is followed. Memory is bounded: a few
+hundred bytes a living sandbox, forgotten at its end.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+LOOKAHEADS = (5.0, 20.0, 80.0, 320.0)
+"""Seconds ahead at which memory is forecast. Each stands for the time up to the next one; the first is the reaction
+time: what grows within it grows before anything can be paused."""
+_HORIZON_S = 1280.0
+_WIDTH_S = 10.0
+_BUCKETS_A_DOUBLING = 3
+_ENOUGH = 3.0
+"""Independent lives (a group of clones is little more than one) below which an age counts as unknown."""
+_HALF_LIFE = 4000.0
+"""Ended lives after which one counts half."""
+_SAME_TIME_S = 2.5
+"""Two of a group whose ages differ by less are taken as seen at the same time."""
+_PRIOR_PAIRS = 20.0
+_FEW = 32
+_CLIP = 8.0
+
+
+def bucket(age_s: float) -> int:
+    """The age's class: a few seconds wide at first, then a quarter of the age."""
+    return int(_BUCKETS_A_DOUBLING * math.log2(1.0 + max(0.0, age_s) / _WIDTH_S))
+
+
+def _begins(index: int) -> float:
+    return _WIDTH_S * (math.exp2(index / _BUCKETS_A_DOUBLING) - 1.0)
+
+
+class Ahead(msgspec.Struct, frozen=True, gc=False):
+    """One lookahead of one age. Bytes. ``slope``: by how much a byte more now raises the mean; ``sd`` and ``skew`` (the
+    cube root of the third central moment) are of what is then still uncertain. ``error`` is the standard error of
+    ``mean``, common to all of a template's sandboxes. ``unknown`` is the probability of living into ages that nobody
+    has reached: there the declared size counts."""
+
+    mean: float
+    slope: float
+    sd: float
+    skew: float
+    error: float
+    unknown: float
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What is known of one age: the mean now, and each lookahead. ``together``: the correlation of two sandboxes of
+    one group at one instant."""
+
+    mean: float
+    together: float
+    ahead: tuple[Ahead, ...]
+
+
+class Profile:
+    """One template."""
+
+    def __init__(self) -> None:
+        self._unit = 1.0
+        self._buckets: dict[int, _Bucket] = {}
+        self._alive: dict[str, _Life] = {}
+        self._groups: dict[str, dict[str, _Life]] = {}
+        self._pairs = _Correlation(1.0)
+        self._lags = [_Correlation(0.5) for _ in LOOKAHEADS]
+        self._rows: dict[int, Row] = {}
+        self._known: list[int] = []
+        self._seen = 0
+        self._built_at = 0
+        self.together = 1.0
+        """Correlation of two sandboxes of one group at one instant."""
+
+    def observe(self, group: str, sandbox: str, age_s: float, private: int) -> None:
+        index = bucket(age_s)
+        life = self._alive.get(sandbox)
+        if life is None:
+            life = self._alive[sandbox] = _Life(group or sandbox, index)
+            self._groups.setdefault(life.group, {})[sandbox] = life
+            self._enter(life, index, first=True)
+        elif index > life.bucket:
+            for passed in range(life.bucket, index):
+                self._bucket(passed).left += self._unit
+            life.bucket = index
+            self._enter(life, index, first=False)
+        self._bucket(index).add(float(private), self._unit)
+        self._relate(life, sandbox, age_s, self._deviation(index, private))
+        self._seen += 1
+
+    def ended(self, sandbox: str) -> None:
+        life = self._alive.pop(sandbox, None)
+        if life is None:
+            return
+        self._bucket(life.bucket).ended += self._unit
+        group = self._groups[life.group]
+        del group[sandbox]
+        if not group:
+            del self._groups[life.group]
+        self._fade()
+
+    def row(self, age_s: float) -> Row | None:
+        """None while nothing is known of this age."""
+        if self._seen - self._built_at >= max(_FEW, min(self._built_at // 10, 2000)):
+            self._rebuild()
+        if not self._known:
+            return None
+        index = bucket(age_s)
+        if index not in self._rows:
+            self._rows[index] = self._build(index)
+        return self._rows[index]
+
+    # -- counting
+
+    def _bucket(self, index: int) -> _Bucket:
+        found = self._buckets.get(index)
+        if found is None:
+            found = self._buckets[index] = _Bucket()
+        return found
+
+    def _enter(self, life: _Life, index: int, *, first: bool) -> None:
+        here = self._bucket(index)
+        here.members += self._unit
+        others = self._groups[life.group].values()
+        if not any(other is not life and other.bucket >= index for other in others):
+            here.groups += self._unit
+
+    def _fade(self) -> None:
+        """Newer lives weigh more: the unit grows, and everything is scaled down now and then."""
+        self._unit *= 2.0 ** (1.0 / _HALF_LIFE)
+        if self._unit > 1e9:
+            for one in self._buckets.values():
+                one.scale(1.0 / self._unit)
+            self._unit = 1.0
+
+    def _deviation(self, index: int, private: int) -> float | None:
+        here = self._bucket(index)
+        if here.members < 2 * self._unit:
+            return None
+        mean, sd, _ = here.scaled(1.0)
+        if sd <= 0.0:
+            return None
+        return max(-_CLIP, min(_CLIP, (private - mean) / sd))
+
+    def _relate(self, life: _Life, sandbox: str, age_s: float, deviation: float | None) -> None:
+        """Pairs within the group at one time, and pairs of one sandbox at two times."""
+        life.age_s, life.deviation = age_s, deviation
+        if deviation is None:
+            return
+        for name, other in self._groups[life.group].items():
+            if name != sandbox and other.deviation is not None and abs(other.age_s - age_s) <= _SAME_TIME_S:
+                self._pairs.add(deviation, other.deviation)
+        for number, wanted in enumerate(LOOKAHEADS):
+            marker = life.markers[number]
+            if marker is None or age_s - marker[0] > 2.0 * wanted:
+                life.markers[number] = (age_s, deviation)
+            elif age_s - marker[0] >= wanted:
+                self._lags[number].add(marker[1], deviation)
+                life.markers[number] = (age_s, deviation)
+
+    # -- answering
+
+    def _rebuild(self) -> None:
+        self._built_at = self._seen
+        self._rows.clear()
+        self.together = self._pairs.value
+        self._known = sorted(index for index, one in self._buckets.items() if self._independent(one) >= _ENOUGH)
+
+    def _independent(self, one: _Bucket) -> float:
+        """How many independent lives the bucket's are worth."""
+        if one.groups <= 0.0 or one.weight <= 0.0:
+            return 0.0
+        members, groups = one.members / self._unit, one.groups / self._unit
+        return members / (1.0 + max(0.0, members / groups - 1.0) * self.together)
+
+    def _build(self, index: int) -> Row:
+        mean, sd, _ = self._buckets[self._nearest(index)].scaled(1.0)
+        begins, ends = _begins(index), _begins(index + 1)
+        ahead = []
+        for number, wanted in enumerate(LOOKAHEADS):
+            until = LOOKAHEADS[number + 1] if number + 1 < len(LOOKAHEADS) else _HORIZON_S
+            window = range(bucket(begins + wanted), bucket(ends + until) + 1)
+            ahead.append(self._worst(index, window, sd, self._lags[number].value))
+        return Row(mean, self.together, tuple(ahead))
+
+    def _worst(self, index: int, window: range, sd_now: float, persists: float) -> Ahead:
+        """The worst age of the window, for one that is at ``index`` now and deviates by ``sd_now`` there."""
+        newest = self._known[-1]
+        beyond = self._survival(index, newest + 1) if window[-1] > newest else 0.0
+        worst = (0.0, 0.0, 0.0, 0.0)
+        for there in window:
+            if there > newest:
+                break
+            nearest = self._nearest(there)
+            mean, sd, skew = self._buckets[nearest].scaled(self._survival(index, there))
+            if mean + 2.0 * sd > worst[0] + 2.0 * worst[1]:
+                worst = (mean, sd, skew, sd / math.sqrt(self._samples(nearest)))
+        mean, sd, skew, error = worst
+        left = math.sqrt(1.0 - persists * persists)
+        slope = persists * sd / sd_now if sd_now > 0.0 else 0.0
+        return Ahead(mean, slope, sd * left, skew * left, error, beyond)
+
+    def _samples(self, index: int) -> float:
+        """How many independent samples the bucket's mean rests on: those of one life agree as much as its deviations
+        persist over lookaheads shorter than the bucket."""
+        one = self._buckets[index]
+        width = _begins(index + 1) - _begins(index)
+        lags = [lag.value for lag, ahead in zip(self._lags, LOOKAHEADS, strict=True) if ahead <= width]
+        persists = sum(lags) / len(lags) if lags else 1.0
+        each = max(1.0, one.weight / one.members)
+        return max(1.0, self._independent(one)) / (persists + (1.0 - persists) / each)
+
+    def _nearest(self, index: int) -> int:
+        """The bucket itself if it is known, else the larger of its known neighbours."""
+        if index in self._known:
+            return index
+        below = [one for one in self._known if one < index][-1:]
+        above = [one for one in self._known if one > index][:1]
+        return max(below + above, key=lambda one: self._buckets[one].scaled(1.0)[0])
+
+    def _survival(self, index: int, there: int) -> float:
+        """The probability that one alive at ``index`` lives to ``there``."""
+        found = 1.0
+        for passed in range(index, there):
+            one = self._buckets.get(passed)
+            if one is not None and one.left + one.ended > 0.0:
+                found *= one.left / (one.left + one.ended)
+        return found
+
+
+class Learned:
+    """Every template's profile."""
+
+    def __init__(self) -> None:
+        self._profiles: dict[str, Profile] = {}
+        self._template_of: dict[str, str] = {}
+
+    def observe(self, template: str, group: str, sandbox: str, age_s: float, private: int) -> None:
+        profile = self._profiles.get(template)
+        if profile is None:
+            profile = self._profiles[template] = Profile()
+        self._template_of[sandbox] = template
+        profile.observe(group, sandbox, age_s, private)
+
+    def ended(self, sandbox: str) -> None:
+        template = self._template_of.pop(sandbox, None)
+        if template is not None:
+            self._profiles[template].ended(sandbox)
+
+    def profile(self, template: str) -> Profile | None:
+        return self._profiles.get(template)
+
+
+class _Bucket:
+    """Weighted moments of one age, and what became of those who reached it."""
+
+    __slots__ = ("ended", "groups", "left", "members", "s1", "s2", "s3", "weight")
+
+    def __init__(self) -> None:
+        self.weight = self.s1 = self.s2 = self.s3 = 0.0
+        self.members = self.groups = self.left = self.ended = 0.0
+
+    def add(self, value: float, unit: float) -> None:
+        self.weight += unit
+        self.s1 += unit * value
+        self.s2 += unit * value * value
+        self.s3 += unit * value * value * value
+
+    def scale(self, factor: float) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) * factor)
+
+    def scaled(self, alive: float) -> tuple[float, float, float]:
+        """Mean, deviation and cube root of the third central moment, if only a share ``alive`` is still there."""
+        if self.weight <= 0.0:
+            return 0.0, 0.0, 0.0
+        first = alive * self.s1 / self.weight
+        second = alive * self.s2 / self.weight
+        third = alive * self.s3 / self.weight
+        variance = max(0.0, second - first * first)
+        if variance <= 1e-12 * second:  # constant: what is left is rounding
+            return first, 0.0, 0.0
+        return first, math.sqrt(variance), math.cbrt(third - 3.0 * first * second + 2.0 * first**3)
+
+
+class _Correlation:
+    """Of standardised pairs; the prior weighs as much as twenty of them."""
+
+    __slots__ = ("_power", "_products")
+
+    def __init__(self, prior: float) -> None:
+        self._products = _PRIOR_PAIRS * prior
+        self._power = _PRIOR_PAIRS
+
+    def add(self, one: float, other: float) -> None:
+        self._products += one * other
+        self._power += 0.5 * (one * one + other * other)
+        if self._power > 1e5:  # the older half fades
+            self._products *= 0.5
+            self._power *= 0.5
+
+    @property
+    def value(self) -> float:
+        return max(0.0, min(1.0, self._products / self._power))
+
+
+class _Life:
+    """A sandbox that is alive, as far as it was seen."""
+
+    __slots__ = ("age_s", "bucket", "deviation", "group", "markers")
+
+    def __init__(self, group: str, index: int) -> None:
+        self.group = group
+        self.bucket = index
+        self.age_s = 0.0
+        self.deviation: float | None = None
+        self.markers: list[tuple[float, float] | None] = [None] * len(LOOKAHEADS)
