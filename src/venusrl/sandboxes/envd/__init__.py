@@ -1,1 +1,1 @@
-"""E2B's in-sandbox services (process, filesystem, files), translated onto the agent."""
+"""E2B's in-sandbox services (processes, files, ports), answered on the host through a sandbox's agent."""
