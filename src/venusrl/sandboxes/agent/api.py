@@ -13,6 +13,7 @@ failure is an ``AgentError`` or ``SandboxGone``.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Literal, Protocol
 
@@ -209,8 +210,10 @@ class Agent(Protocol):
         """Replace a file, making parents; mode 0644 when new. Raises resource_exhausted when the disk is full."""
         ...
 
-    def watch(self, path: str, user: str, recursive: bool = False) -> AsyncIterator[Change]:
-        """Until closed. Once the iterator's first step is awaited the watch stands: no later change is missed."""
+    def watch(
+        self, path: str, user: str, recursive: bool = False, ready: asyncio.Event | None = None
+    ) -> AsyncIterator[Change]:
+        """Until closed. The first step sets it up; ``ready`` is set once it stands: no later change is missed."""
         ...
 
     async def usage(self) -> Usage: ...
