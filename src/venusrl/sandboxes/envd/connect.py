@@ -22,6 +22,8 @@ from venusrl.sandboxes.agent.api import AgentError
 from venusrl.sandboxes.protocol import BadPath, DiskFull, SandboxError, SandboxGone, SandboxPaused
 
 MAX_MESSAGE = 16 << 20
+REQUEST_S = 60.0
+"""How long a client may take to send the one message of a request."""
 UNARY = "application/json"
 STREAMING = "application/connect+json"
 END_OF_STREAM = 0x02
@@ -131,8 +133,12 @@ async def frames(body: Bytes, limit: int = MAX_MESSAGE) -> AsyncIterator[bytes]:
 
 async def one_frame(body: Bytes) -> bytes:
     """The only message of a server-streaming request. Raises Fault."""
-    async for payload in frames(body):
-        return payload
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            async for payload in frames(body):
+                return payload
+    except TimeoutError:
+        raise Fault("deadline_exceeded", f"the request's message did not arrive within {REQUEST_S:g} s") from None
     raise Fault("invalid_argument", "the request has no message")
 
 

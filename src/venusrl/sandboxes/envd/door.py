@@ -114,8 +114,8 @@ class Door:
             limit = connect.deadline_s(request.headers)
             if path == _CLIENT_STREAM:
                 return await _client_stream(agent, request, user, limit)
-            payload = await connect.whole(request.content)
             async with asyncio.timeout(UNARY_LIMIT_S if limit is None else limit):
+                payload = await connect.whole(request.content)
                 if path in _UNARY:
                     return connect.unary_answer(await _UNARY[path](agent, payload, user))
                 if path in _REMEMBERING:

@@ -85,6 +85,11 @@ class Directory(Protocol):
         """Resume a paused sandbox because somebody talks to it. Raises SandboxGone, SandboxDenied, Refused."""
         ...
 
+    async def disputed(self, sandbox: str, error: SandboxGone | SandboxPaused) -> None:
+        """The route said it runs, its host says it does not (paused for memory's sake, moved, dead). Find out which:
+        the next ``find`` is right, or says it is in transit."""
+        ...
+
 
 @dataclass(frozen=True)
 class GatewayLimits:
@@ -146,8 +151,8 @@ class Gateway:
             host = await self._reachable(where)
             try:
                 return await host.connect(where.sandbox, where.port)
-            except (SandboxGone, SandboxPaused):
-                continue
+            except (SandboxGone, SandboxPaused) as error:
+                await self._directory.disputed(where.sandbox, error)
             except SandboxError:
                 raise Answered(_port_closed(where)) from None
         raise Answered(_transitioning(where.sandbox))
@@ -197,9 +202,9 @@ class Gateway:
             sent = _masked(request, route, where.port)
             try:
                 return await host.forward(sent, where.sandbox, where.port)
-            except (SandboxGone, SandboxPaused):
-                # It changed hands in between. What of the body was read already cannot be sent again.
-                if request.content.total_bytes and not request.content.is_eof():
+            except (SandboxGone, SandboxPaused) as error:
+                await self._directory.disputed(where.sandbox, error)
+                if _consumed(sent):
                     break
             except SandboxError as error:
                 return answers.sandbox_answer(502, where.sandbox, f"The sandbox could not be reached: {error}")
@@ -309,6 +314,12 @@ def _masked(request: web.Request, route: Route, port: int) -> web.Request:
     headers = request.headers.copy()
     headers["Host"] = route.mask_host.replace("${PORT}", str(port))
     return request.clone(headers=headers)
+
+
+def _consumed(request: web.Request) -> bool:
+    """Whether something of the body was taken already, so that it cannot be sent again."""
+    # aiohttp tells what arrived (total_bytes); what was taken of it only its cursor knows.
+    return bool(getattr(request.content, "_cursor", 0))
 
 
 def _not_found(sandbox: str) -> web.Response:
