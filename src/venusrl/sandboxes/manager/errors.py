@@ -37,6 +37,15 @@ _AGENT_STATUS = {
     "unimplemented": 501,
     "internal": 500,
 }
+_BY_REASON = {
+    "host_lost": (503, "node_unreachable", 5.0),
+    "operation_timeout": (504, "operation_timeout", None),
+    "already_exists": (409, None, None),
+    "bad_template": (400, None, None),
+    "template_taken": (403, None, None),
+    "template_busy": (409, None, None),
+}
+"""Errors of hosts and templates, by their stable reason: status, E2B's finer code, when to try again."""
 
 
 class ManagerError(SandboxError):
@@ -116,8 +125,10 @@ class Busy(Refused):
 class Other(Refused):
     """Any other status."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(
+        self, status: int, message: str, error_code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, error_code=error_code, retry_after_s=retry_after_s)
         self.status = status
 
 
@@ -143,6 +154,9 @@ def refused(error: SandboxError) -> Refused:
             return Other(507, text)
         case AgentError():
             return Other(_AGENT_STATUS[error.code], text)
+        case _ if error.reason in _BY_REASON:
+            status, code, retry_after_s = _BY_REASON[error.reason]
+            return Other(status, text, code, retry_after_s)
         case _:
             return Refused(text)
 

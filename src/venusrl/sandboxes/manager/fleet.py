@@ -21,17 +21,12 @@ import msgspec
 from venusrl.clock import Clock
 from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Request, SandboxView
 from venusrl.sandboxes.host.api import Held, Host, HostStatus, Replica
+from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.protocol import SandboxError
 
 _log = logging.getLogger(__name__)
 _NO_HOST_RETRY_S = 5.0
 Health = Literal["joining", "ready", "draining", "lost"]
-
-
-class NodeLost(SandboxError):
-    """The machine that has the sandbox does not answer."""
-
-    reason = "node_lost"
 
 
 class Node:
@@ -91,10 +86,10 @@ class Fleet:
         self.nodes.pop(name, None)
 
     def host(self, name: str) -> Host:
-        """A host that answers. Raises NodeLost."""
+        """A host that answers. Raises HostLost."""
         node = self.nodes.get(name)
         if node is None or node.lost:
-            raise NodeLost(f"the node {name!r} does not answer")
+            raise HostLost(f"the node {name!r} does not answer")
         return node.host
 
     # What hosts say

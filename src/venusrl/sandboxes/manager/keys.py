@@ -11,6 +11,7 @@ it; a quota counts what is being created too, so that a burst cannot pass it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from venusrl.clock import Clock
 from venusrl.sandboxes.manager import tokens
@@ -98,7 +99,7 @@ class Keys:
         return Starting(release)
 
 
-class Starting:
+class Starting(AbstractContextManager[None]):
     """A reservation; leave the block when the sandbox counts as running, or never will."""
 
     def __init__(self, release: Callable[[], None]) -> None:

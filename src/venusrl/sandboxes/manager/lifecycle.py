@@ -9,10 +9,13 @@ Guarantees: ``connected`` never brings the end nearer; a paused sandbox has no e
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec.structs import replace
 
 from venusrl.sandboxes.manager.records import PausedBy, Record
 
+OnTimeout = Literal["kill", "pause"]
 FOREVER = 4_102_444_800.0
 """The end of what has no end, as a date that every client can read (2100-01-01)."""
 WAKE_MIN_S = 300.0

@@ -146,7 +146,7 @@ class Store:
             row = self._db.execute("SELECT body, last_used FROM keys WHERE hash = ?", (digest,)).fetchone()
         return _key(*row) if row else None
 
-    def keys(self) -> list[Key]:
+    def all_keys(self) -> list[Key]:
         with self._translated():
             rows = self._db.execute("SELECT body, last_used FROM keys").fetchall()
         return sorted((_key(*row) for row in rows), key=lambda key: key.created)
