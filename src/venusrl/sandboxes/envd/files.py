@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from email.message import Message
+from email.utils import collapse_rfc2231_value
 from typing import Any, Protocol
 
 import msgspec
@@ -224,7 +226,7 @@ async def _parts(agent: Agent, request: web.Request, user: str, attributes: dict
         while (part := await reader.next()) is not None:
             if not isinstance(part, BodyPartReader) or part.name != "file":
                 continue
-            path = fixed if fixed is not None else part.filename
+            path = fixed if fixed is not None else _filename(part)
             if not path:
                 raise Bad(400, "a file's part has no filename, and the query no path")
             if len(written) >= MAX_FILES or (written and fixed is not None):
@@ -233,6 +235,14 @@ async def _parts(agent: Agent, request: web.Request, user: str, attributes: dict
     except ValueError as error:
         raise Bad(400, f"malformed multipart body: {error}") from None
     return written
+
+
+def _filename(part: BodyPartReader) -> str:
+    """As sent: aiohttp's own reading takes the slash off the front of an absolute path."""
+    message = Message()
+    message["Content-Disposition"] = part.headers.get("Content-Disposition", "")
+    name = message.get_param("filename", "", header="Content-Disposition")
+    return collapse_rfc2231_value(name) if name else ""
 
 
 class _Part:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +26,7 @@ from venusrl.sandboxes.protocol import SandboxError
 
 MAX_DEPTH = 128
 _TURNS = 3
+_BEGIN_S = 30.0
 
 
 async def stat(agent: Agent, payload: bytes, user: str) -> dict[str, Any]:
@@ -82,9 +83,10 @@ async def watch_dir(agent: Agent, request: web.Request, user: str, _room: Room) 
         asked = decode(await one_frame(request.content), messages.WatchRequest)
         watched = await _directory(agent, home_relative(asked.path), user)
         queue: asyncio.Queue[Change | SandboxError | None] = asyncio.Queue(maxsize=1024)
-        task = asyncio.create_task(_into(queue, agent, watched.path, user, asked.recursive))
+        ready = asyncio.Event()
+        task = asyncio.create_task(_into(queue, agent.watch(watched.path, user, asked.recursive, ready)))
         try:
-            await _standing(agent, watched.path, user)
+            await _stands(ready, task)
             yield {"start": {}}
             while (item := await queue.get()) is not None:
                 if isinstance(item, SandboxError):
@@ -100,15 +102,20 @@ async def create_watcher(agent: Agent, payload: bytes, user: str, room: Room) ->
     asked = decode(payload, messages.WatchRequest)
     watched = await _directory(agent, home_relative(asked.path), user)
     watcher = Watcher(watched.path, user, asked.include_entry)
-    name = room.add_watcher(watcher, agent.watch(watched.path, user, asked.recursive))
-    await _standing(agent, watched.path, user)
+    ready = asyncio.Event()
+    name, task = room.add_watcher(watcher, agent.watch(watched.path, user, asked.recursive, ready))
+    await _stands(ready, task)
+    if not ready.is_set():
+        room.remove_watcher(name)
+        watcher.take()
+        raise Fault("unavailable", "the watch ended at once")
     return {"watcherId": name}
 
 
 async def get_watcher_events(agent: Agent, payload: bytes, _user: str, room: Room) -> dict[str, Any]:
     watcher = room.watcher(decode(payload, messages.WatcherRequest).watcher_id)
     # A client that wrote a file and asks at once expects to see it.
-    await _standing(agent, watcher.path, watcher.user)
+    await _caught_up(agent, watcher.path, watcher.user)
     changes = watcher.take()
     return {
         "events": [await _event(agent, change, watcher.path, watcher.user, watcher.include_entry) for change in changes]
@@ -120,19 +127,28 @@ async def remove_watcher(_agent: Agent, payload: bytes, _user: str, room: Room) 
     return {}
 
 
-async def _into(
-    queue: asyncio.Queue[Change | SandboxError | None], agent: Agent, path: str, user: str, recursive: bool
-) -> None:
+async def _into(queue: asyncio.Queue[Change | SandboxError | None], changes: AsyncIterator[Change]) -> None:
     """A watch must be begun before its first change: the queue lets the two be told apart."""
     try:
-        async for change in agent.watch(path, user, recursive):
+        async for change in changes:
             await queue.put(change)
         await queue.put(None)
     except SandboxError as error:
         await queue.put(error)
 
 
-async def _standing(agent: Agent, path: str, user: str) -> None:
+async def _stands(ready: asyncio.Event, task: asyncio.Task[None]) -> None:
+    """Wait until the watch stands, or has failed. Raises Fault when neither happens."""
+    waiting = asyncio.ensure_future(ready.wait())
+    try:
+        done, _ = await asyncio.wait({waiting, task}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if not done:
+        raise Fault("unavailable", f"the sandbox did not begin to watch within {_BEGIN_S:g} s")
+
+
+async def _caught_up(agent: Agent, path: str, user: str) -> None:
     """Wait until the agent has done what it was asked before, and what it had to tell has arrived here."""
     for _ in range(_TURNS):
         await asyncio.sleep(0)

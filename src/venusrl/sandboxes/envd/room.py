@@ -79,13 +79,14 @@ class Room:
         task.add_done_callback(self._ended)
         return task
 
-    def add_watcher(self, watcher: Watcher, changes: AsyncIterator[Change]) -> str:
-        """Start collecting; returns the watcher's id. Raises Fault."""
+    def add_watcher(self, watcher: Watcher, changes: AsyncIterator[Change]) -> tuple[str, asyncio.Task[None]]:
+        """Start collecting; returns the watcher's id and the task that collects. Raises Fault."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise Fault("resource_exhausted", f"{MAX_WATCHERS} watchers exist: remove one")
         name = "w" + token_hex(8)
-        self._watchers[name] = (watcher, self.keep(watcher.collect(changes), f"watcher {name}"))
-        return name
+        task = self.keep(watcher.collect(changes), f"watcher {name}")
+        self._watchers[name] = (watcher, task)
+        return name, task
 
     def watcher(self, name: str) -> Watcher:
         """Raises Fault."""
