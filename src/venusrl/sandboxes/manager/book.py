@@ -39,6 +39,8 @@ class Book:
         self.records: dict[str, Record] = {one.id: one for one in store.living()}
         self.deadlines = Deadlines()
         self.gauges = Gauges()
+        self.touched: dict[str, float] = {}
+        """When each record last changed (monotonic): what a host said before that is old."""
         self.due = asyncio.Event()
         self.changed: dict[str, asyncio.Event] = {}
         for record in self.records.values():
@@ -87,6 +89,7 @@ class Book:
     def save(self, record: Record) -> Record:
         self._store.put(record)
         self.records[record.id] = record
+        self.touched[record.id] = self._clock.monotonic()
         self._time(record)
         self._tell(record.id)
         return record
@@ -105,6 +108,7 @@ class Book:
         self.deadlines.remove(record.id)
         self.gauges.forget(record.id)
         self._turns.pop(record.id, None)
+        self.touched.pop(record.id, None)
         self._tell(record.id)
         self.log(record.id, "info", f"sandbox ended: {cause}")
 
@@ -112,6 +116,7 @@ class Book:
         """It never was."""
         self.records.pop(record.id, None)
         self._store.forget(record.id)
+        self.touched.pop(record.id, None)
         self.deadlines.remove(record.id)
         self._turns.pop(record.id, None)
 

@@ -37,6 +37,8 @@ class Node:
         self.feeds = feeds
         self.status: HostStatus | None = None
         self.answered = now
+        self.asked = now
+        """When its last status was asked for."""
         self.failure = ""
         self.lost = False
         self.draining = False
@@ -104,7 +106,8 @@ class Fleet:
         except (SandboxError, TimeoutError, OSError) as error:
             node.failure = f"{type(error).__name__}: {error}"
             return False
-        node.status, node.answered, node.failure = status, self._clock.monotonic(), ""
+        node.status, node.asked, node.failure = status, asked, ""
+        node.answered = self._clock.monotonic()
         node.placed = {one: entry for one, entry in node.placed.items() if entry[0] >= asked}
         node.removed = {one: when for one, when in node.removed.items() if when >= asked}
         if not node.feeds:

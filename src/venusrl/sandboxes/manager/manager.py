@@ -199,7 +199,7 @@ class Manager:
         """
         async with self.book.turn(sandbox) as record:
             if record.state == "running" and host_says_paused:
-                held = await self._ask(record)
+                held = await self.ask(record)
                 if held is not None and held.state == "paused":
                     record = self.book.save(lifecycle.paused(record, "pressure", True))
             if record.state == "running":
@@ -366,7 +366,7 @@ class Manager:
                 if current.state == "running":
                     await self.pause_now(current, memory=True, healthy=False, by="pressure")
 
-    async def _ask(self, record: Record) -> Held | None:
+    async def ask(self, record: Record) -> Held | None:
         """What its host says of it now."""
         await self.fleet.refresh(record.host)
         return self.fleet.held(record.host, record.id)

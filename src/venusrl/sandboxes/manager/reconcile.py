@@ -1,0 +1,214 @@
+"""Records against hosts: what is recorded and not there, what is there and not recorded, what changed by itself.
+
+Owns: the comparison, at the start and from then on; the loss of a node; its drain.
+
+Must not know: HTTP.
+
+Guarantees: nothing that is being changed is touched; what no record knows is ended, but only after ``grace_s`` during
+which it stayed unknown; a running sandbox that is gone is recorded as ended with the cause; a paused one whose node is
+lost is recovered where its state is kept, else it waits for its node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from msgspec.structs import replace
+
+from venusrl.sandboxes.admission.api import Deny
+from venusrl.sandboxes.host.api import Held, Host, HostStatus
+from venusrl.sandboxes.manager import asks, lifecycle
+from venusrl.sandboxes.manager.errors import NotFound
+from venusrl.sandboxes.manager.fleet import Node
+from venusrl.sandboxes.manager.manager import Manager
+from venusrl.sandboxes.manager.records import Record
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone
+
+_log = logging.getLogger(__name__)
+_MOVING_AT_ONCE = 2
+Recover = Callable[[str, Host], Awaitable[Held]]
+"""Make a sandbox of the state that this host keeps for another."""
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """What became of a drained node's sandboxes; ``stayed`` says why each did."""
+
+    moved: list[str]
+    stayed: dict[str, str]
+
+
+class Reconciler:
+    """``recover`` is how hosts turn kept state into a sandbox; None = they cannot."""
+
+    def __init__(self, manager: Manager, recover: Recover | None = None) -> None:
+        self._manager = manager
+        self._unknown: dict[tuple[str, str], float] = {}
+        self.recover = recover
+
+    async def run(self, *, starting: bool = False) -> None:
+        """Once over all hosts that answer."""
+        for name, node in list(self._manager.fleet.nodes.items()):
+            if node.status is not None and not node.lost:
+                await self._compare(name, node, node.status, starting)
+        if starting:
+            self._never_answered()
+
+    async def _compare(self, name: str, node: Node, status: HostStatus, starting: bool) -> None:
+        manager = self._manager
+        held = {one.id: one for one in status.held}
+        for record in manager.book.on_host(name):
+            if manager.book.busy(record.id) or (record.state == "creating" and not starting):
+                continue
+            if manager.book.touched.get(record.id, -1.0) >= node.asked:
+                continue  # what the host said is older
+            if record.id in held:
+                self._adjust(record, held[record.id], starting)
+            else:
+                self._missing(record, starting)
+        known = {record.id for record in manager.book.records.values()}
+        await self._end_unknown(name, node, {one for one in held if one not in known}, "sandbox", node.host.kill)
+        strays = {one.id for one in status.snapshots if one.id not in manager.snapshots}
+        await self._end_unknown(name, node, strays, "snapshot", node.host.remove_snapshot)
+
+    def _adjust(self, record: Record, held: Held, starting: bool) -> None:
+        """Take over what the host says."""
+        book = self._manager.book
+        if record.state == "creating":
+            if any(sandbox == record.id for _, _, sandbox in self._manager.store.unanswered()):
+                book.save(replace(record, state="running", limits=held.limits))  # its client will ask again
+            else:
+                book.drop(record)  # nobody was told its id: to be ended as unknown
+            return
+        if held.state == "paused" and record.state in ("running", "pausing"):
+            book.save(lifecycle.paused(record, "pressure", True))
+            book.log(record.id, "info", "sandbox paused by its host for memory's sake")
+        elif held.state == "running" and record.state == "paused" and starting:
+            book.save(lifecycle.woken(record, self._manager.clock.time(), record.host))
+
+    def _missing(self, record: Record, starting: bool) -> None:
+        book = self._manager.book
+        if record.state == "creating":
+            book.drop(record)
+            return
+        when = "when the service started" if starting else "any more"
+        book.end(record, f"its host {record.host} does not have it {when}")
+        self._manager.count("died")
+
+    def _never_answered(self) -> None:
+        """Creates that never got as far as a host, and requests whose sandbox is not there."""
+        manager = self._manager
+        for record in list(manager.book.records.values()):
+            if record.state == "creating" and record.host not in manager.fleet.nodes:
+                manager.book.drop(record)
+        for tenant, key, sandbox in manager.store.unanswered():
+            if sandbox not in manager.book.records:
+                manager.store.forget_request(tenant, key)
+
+    async def _end_unknown(
+        self, name: str, node: Node, found: set[str], what: str, end: Callable[[str], Awaitable[None]]
+    ) -> None:
+        manager = self._manager
+        now = manager.clock.monotonic()
+        for kind, one in [key for key in self._unknown if key[0] == f"{what} {name}" and key[1] not in found]:
+            del self._unknown[kind, one]
+        for one in found:
+            since = self._unknown.setdefault((f"{what} {name}", one), now)
+            if now - since < manager.settings.grace_s or one in node.placed:
+                continue
+            _log.warning("ending the %s %s on %s: no record knows it", what, one, name)
+            try:
+                await end(one)
+            except SandboxGone:
+                pass
+            except SandboxError as error:
+                _log.warning("the %s %s on %s could not be ended: %s", what, one, name, error)
+                continue
+            self._unknown.pop((f"{what} {name}", one), None)
+            manager.count("unknown_ended")
+
+    # A node that is lost
+
+    async def lost(self, name: str) -> None:
+        """Running sandboxes ended with it; paused ones come back where their state is kept."""
+        manager = self._manager
+        for record in manager.book.on_host(name):
+            recovered = await self._recovered(record) if record.state == "paused" or self.recover else False
+            if recovered or record.id not in manager.book.records:
+                continue
+            if record.state == "paused":
+                manager.book.log(record.id, "warn", f"its node {name} does not answer; it is kept there, paused")
+            else:
+                manager.book.end(record, f"its node {name} was lost")
+                manager.count("died")
+
+    async def _recovered(self, record: Record) -> bool:
+        manager = self._manager
+        if self.recover is None:
+            return False
+        for name, _ in manager.fleet.replicas(record.id):
+            try:
+                held = await self.recover(record.id, manager.fleet.host(name))
+            except SandboxError as error:
+                _log.warning("%s could not be recovered on %s: %s", record.id, name, error)
+                continue
+            lost = record.host
+            state = lifecycle.paused(record, record.paused_by or "pressure", record.memory_kept)
+            if held.state == "running":
+                state = replace(record, state="running")
+            manager.book.save(replace(state, host=name))
+            manager.book.log(record.id, "warn", f"recovered on {name}: its node {lost} was lost")
+            manager.count("recovered")
+            return True
+        return False
+
+    # Drain
+
+    async def drain(self, name: str) -> Drained:
+        """Admit no more there, and move what is there elsewhere. Raises NotFound, HostLost."""
+        manager = self._manager
+        node = manager.fleet.nodes.get(name)
+        if node is None:
+            raise NotFound(f"there is no node {name!r}")
+        node.draining = True
+        await manager.fleet.host(name).drain()
+        room = asyncio.Semaphore(_MOVING_AT_ONCE)
+        result = Drained([], {})
+
+        async def one(sandbox: str) -> None:
+            async with room:
+                try:
+                    await self.move(sandbox, exclude=(name,))
+                    result.moved.append(sandbox)
+                except NotFound:
+                    pass  # it ended by itself
+                except (SandboxError, OSError) as error:
+                    result.stayed[sandbox] = str(error) or type(error).__name__
+
+        await asyncio.gather(*(one(record.id) for record in manager.book.on_host(name)))
+        return result
+
+    async def move(self, sandbox: str, *, exclude: tuple[str, ...] = (), to: str = "") -> Record:
+        """To another host, ``to`` or where there is room. Raises Refused, SandboxError; it stays where it was then."""
+        manager = self._manager
+        async with manager.book.turn(sandbox) as record:
+            held = manager.fleet.held(record.host, sandbox)
+            private = held.footprint.total or None if held is not None else None
+            answer = manager.fleet.place(
+                asks.request(record, record.template, private),
+                only=(to,) if to else None,
+                exclude={record.host, *exclude},
+            )
+            if isinstance(answer, Deny):
+                raise asks.denied(answer)
+            origin, target = manager.fleet.host(record.host), manager.fleet.host(answer.host)
+            manager.book.passing(record, "moving")
+            try:
+                await origin.move(sandbox, target)
+            except BaseException:
+                if sandbox in manager.book.records:
+                    manager.book.save(record)
+                raise
+            return manager.moved(record, answer.host)
