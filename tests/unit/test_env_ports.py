@@ -128,6 +128,36 @@ async def test_an_answer_that_is_not_http() -> None:
             assert "no proper answer" in (await answer.json())["message"]
 
 
+async def test_an_answer_cannot_run_over_into_the_next() -> None:
+    smuggled = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
+    heads = (
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok" + smuggled,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n" + smuggled,
+        b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n" + smuggled,
+    )
+    async with front() as it:
+        for head in heads:
+
+            async def hostile(stream: Stream, head: bytes = head) -> None:
+                await stream.read()
+                await stream.write(head)
+                await stream.close()
+
+            it.agent.listen(PORT, hostile)
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            for path in ("/a", "/health"):
+                named = f"Host: {PORT if path == '/a' else 49983}-{it.id}.x.test"
+                writer.write(f"GET {path} HTTP/1.1\r\n{named}\r\n\r\n".encode())
+            said = b""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    while data := await reader.read(1 << 16):
+                        said += data
+            assert b"forged" not in said
+            assert b"204 No Content" in said
+            writer.close()
+
+
 async def test_an_answer_that_breaks_off_is_not_made_whole() -> None:
     async def short(stream: Stream) -> None:
         await stream.read()

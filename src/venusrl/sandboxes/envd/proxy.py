@@ -96,7 +96,12 @@ async def _http(request: web.Request, session: ClientSession, port: int) -> web.
         allow_redirects=False,
     )
     async with sending as upstream:
-        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=kept(upstream.headers))
+        if upstream.status < 200:
+            raise ValueError(f"status {upstream.status} was not asked for")
+        # Given both, a length that is not the chunks' would let an answer run over into the next one.
+        chunked = ("content-length",) if "Transfer-Encoding" in upstream.headers else ()
+        headers = kept(upstream.headers, chunked)
+        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)
         try:
             async for piece in upstream.content.iter_any():

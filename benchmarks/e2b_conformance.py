@@ -1,0 +1,223 @@
+"""The official E2B SDK's own test suite against our service: what passes, by test id.
+
+    python benchmarks/e2b_conformance.py --tests CHECKOUT/packages/python-sdk [--python VENV/bin/python]
+        [--only 'tests/sync/*'] [--out docs/e2b-conformance.json] [--update]
+
+Starts `venusrl env serve` (or uses `--api-url` with `--key`), runs the suite, sync and async, with the `e2b` that
+`--python` has, and compares with the committed results: a test that passed must pass. `--update` writes them.
+
+The suite is fetched by whoever measures (github.com/e2b-dev/E2B, commit in COMMITS) and is never part of this
+repository. Tests reach `https://{port}-{sandbox}.{domain}` through a TLS front with an authority of its own that this
+script starts, as an owner of a domain would have one; names of the domain resolve to loopback (e2b_conformance_plugin).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from e2b_exclusions import EXCLUDED
+from e2b_service import Service, started
+
+ROOT = Path(__file__).resolve().parents[1]
+DOMAIN = "sandboxes.test"
+COMMITS = {
+    "2.45.0": "f6014f17c",
+    "2.63.0": "b8029973aa7da5f741f7bb1a9f833b38a0885438",
+}
+"""Where each SDK's tests are from. The suite of 2.63.0 itself was not to be had: that of 2.45.1 runs with it."""
+
+
+def digest(tests: Path) -> str:
+    """Of every file of the suite, names included."""
+    total = hashlib.sha256()
+    for path in sorted(tests.rglob("*.py")):
+        total.update(path.relative_to(tests).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def reason(test: str, sdk: str) -> str | None:
+    """Why a test is not run; None = it is."""
+    return next(
+        (why for pattern, sdks, why in EXCLUDED if sdk.startswith(sdks) and fnmatch.fnmatchcase(test, pattern)), None
+    )
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """For every name of the domain, signed by itself."""
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={DOMAIN}"]
+    command += ["-addext", f"subjectAltName=DNS:*.{DOMAIN},DNS:{DOMAIN}", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, cert
+
+
+@contextlib.asynccontextmanager
+async def tls_front(folder: Path, host: str, port: int) -> AsyncIterator[tuple[int, Path]]:
+    """Terminates TLS before the service; gives its port and the authority's certificate."""
+    key, cert = certificate(folder)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, port)
+        await asyncio.gather(carry(reader, back), carry(there, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield server.sockets[0].getsockname()[1], cert
+
+
+def environment(service: Service, tls_port: int, authority: Path, files: dict[str, Path]) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    return {
+        **kept,
+        "E2B_API_KEY": service.key,
+        "E2B_API_URL": service.url,
+        "E2B_SANDBOX_URL": service.url,
+        "E2B_DOMAIN": DOMAIN,
+        "E2B_VALIDATE_API_KEY": "false",
+        "SSL_CERT_FILE": str(authority),
+        "PYTHONPATH": str(ROOT / "benchmarks"),
+        "CONFORMANCE_DOMAIN": DOMAIN,
+        "CONFORMANCE_TLS_PORT": str(tls_port),
+        **{f"CONFORMANCE_{name.upper()}": str(path) for name, path in files.items()},
+    }
+
+
+async def run_suite(args: argparse.Namespace, sdk: str, service: Service, folder: Path) -> dict[str, dict[str, Any]]:
+    """Every test that is not excluded: its outcome, seconds and, where it failed, why."""
+    files = {"results": folder / "results.jsonl", "excluded": folder / "excluded.json"}
+    collected = await pytest(args, ["--collect-only"], environment(service, 0, folder / "none", files))
+    files["excluded"].write_text(json.dumps([test for test in collected if reason(test, sdk) is not None]))
+    where = urlsplit(service.url)
+    async with tls_front(folder, where.hostname or "127.0.0.1", where.port or 80) as (port, authority):
+        return await pytest(args, ["--timeout", "120"], environment(service, port, authority, files))
+
+
+async def pytest(args: argparse.Namespace, options: list[str], variables: dict[str, str]) -> dict[str, dict[str, Any]]:
+    command = [args.python, "-m", "pytest", "-q", "-p", "e2b_conformance_plugin", "-p", "no:cacheprovider", *options]
+    process = await asyncio.create_subprocess_exec(
+        *command, "tests", cwd=args.tests, env={**variables, "CONFORMANCE_ONLY": args.only}, stdout=sys.stderr
+    )
+    await process.wait()
+    return written(Path(variables["CONFORMANCE_RESULTS"]))
+
+
+def written(results: Path) -> dict[str, dict[str, Any]]:
+    """What the plugin wrote, by test id; the file is gone afterwards."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    results.unlink()
+    return {line.pop("test"): line for line in lines}
+
+
+def version(python: str) -> str:
+    """Of the SDK that this Python has."""
+    script = "import importlib.metadata as m; print(m.version('e2b'))"
+    return subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def compare(sdk: str, found: dict[str, Any], committed: dict[str, Any], only: str) -> list[str]:
+    """Tests that passed once and do not now."""
+    before = committed.get("sdks", {}).get(sdk, {}).get("passed", [])
+    return [
+        test for test in before if fnmatch.fnmatchcase(test, only) and found.get(test, {}).get("outcome") != "passed"
+    ]
+
+
+def report(sdk: str, args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    for test, result in sorted(found.items()):
+        if result["outcome"] in outcomes:
+            outcomes[result["outcome"]].append(test)
+    excluded = {test: reason(test, sdk) for test, result in sorted(found.items()) if result["outcome"] == "excluded"}
+    counts = {name: len(tests) for name, tests in outcomes.items()} | {"excluded": len(excluded)}
+    return {
+        "tests_commit": COMMITS.get(sdk, "unknown"),
+        "tests_sha256": digest(args.tests / "tests"),
+        "counts": counts,
+        **outcomes,
+        "excluded": excluded,
+    }
+
+
+def document(results: dict[str, Any]) -> str:
+    """The results as a page."""
+    lines = [
+        "# Conformance with E2B",
+        "",
+        "The official Python SDK's own test suite, sync and async, run by `benchmarks/e2b_conformance.py` against",
+        "`venusrl env serve` with the `namespace` runtime. The suite is fetched for the run and is not part of this",
+        "repository. A test that passed must go on passing; results by id are in",
+        "[e2b-conformance.json](e2b-conformance.json).",
+        "",
+        "| SDK | tests from commit | passed | failed | skipped by the suite | excluded |",
+        "|---|---|---|---|---|---|",
+    ]
+    for sdk, one in sorted(results["sdks"].items()):
+        counts = one["counts"]
+        row = [sdk, f"`{one['tests_commit'][:9]}`", *(str(counts[name]) for name in counts)]
+        lines.append("| " + " | ".join(row) + " |")
+    for sdk, one in sorted(results["sdks"].items()):
+        lines += ["", f"## Excluded with {sdk}", ""]
+        for why in sorted(set(one["excluded"].values())):
+            lines += [f"{why}:", ""]
+            lines += [f"- `{test}`" for test, given in one["excluded"].items() if given == why] + [""]
+        if one["failed"]:
+            lines += ["", f"## Failed with {sdk}", "", *(f"- `{test}`" for test in one["failed"])]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+async def measure(args: argparse.Namespace) -> int:
+    sdk = version(args.python)
+    with tempfile.TemporaryDirectory(prefix="venusrl-conformance-") as name:
+        folder = Path(name)
+        async with started(args.api_url, args.key, folder / "state", DOMAIN) as service:
+            found = await run_suite(args, sdk, service, folder)
+    committed = json.loads(args.out.read_text()) if args.out.exists() else {"sdks": {}}
+    fallen = compare(sdk, found, committed, args.only)
+    made = report(sdk, args, found)
+    print(json.dumps({"sdk": sdk, **made["counts"], "fallen": fallen}, indent=2))
+    for test in made["failed"]:
+        print(f"FAILED {test}: {found[test].get('why', '')[:300]}")
+    if args.update and args.only == "*":
+        committed["sdks"][sdk] = made
+        args.out.write_text(json.dumps(committed, indent=1, sort_keys=True) + "\n")
+        args.out.with_suffix(".md").write_text(document(committed))
+    return 1 if fallen or not found else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=Path, required=True, help="packages/python-sdk of a checkout")
+    parser.add_argument("--python", default=sys.executable, help="a Python that has e2b and the suite's requirements")
+    parser.add_argument("--api-url", default="", help="a service that runs; default: start one")
+    parser.add_argument("--key", default="", help="its API key")
+    parser.add_argument("--only", default="*", help="a pattern of test ids")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "e2b-conformance.json")
+    parser.add_argument("--update", action="store_true")
+    sys.exit(asyncio.run(measure(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()
