@@ -72,6 +72,8 @@ class Manager:
         self.background = Background(clock)
         self.snapshots = {one.id: one for one in store.snapshots()}
         self.counters: dict[str, int] = {}
+        self.making: set[str] = set()
+        """Those being created now, by this process."""
 
     # Create
 
@@ -129,6 +131,7 @@ class Manager:
 
     async def make(self, record: Record, source: Source, timeout_s: float) -> Record:
         """Turn a draft into a running sandbox, or leave nothing."""
+        self.making.add(record.id)
         self.book.save(record)
         try:
             held, host = await self._on_some_host(record, source)
@@ -139,6 +142,8 @@ class Manager:
                 self.background.operation(f"undo {record.id}", self._undo(last.host, record.id))
             self.count("create_failed")
             raise
+        finally:
+            self.making.discard(record.id)
         made = replace(record, limits=held.limits, runtime=held.runtime)
         made = self.book.save(lifecycle.running(made, self.clock.time(), timeout_s, host))
         self.book.log(made.id, "info", f"sandbox created on {host}", template=source.alias or source.template)
@@ -175,9 +180,19 @@ class Manager:
     # Connect, resume, wake
 
     async def connect(
-        self, key: Key, sandbox: str, timeout_s: float, *, reboot: bool = False, only_paused: bool = False
+        self,
+        key: Key,
+        sandbox: str,
+        timeout_s: float,
+        *,
+        reboot: bool = False,
+        only_paused: bool = False,
+        auto_pause: bool | None = None,
     ) -> tuple[Record, bool]:
-        """A running sandbox, and whether it had to be resumed. ``reboot``: without its memory, files kept."""
+        """A running sandbox, and whether it had to be resumed. ``reboot``: without its memory, files kept.
+
+        ``only_paused`` (a running one is a conflict) and ``auto_pause`` are for E2B's older resume call.
+        """
         self.book.get(key.tenant, sandbox)
         async with self.book.turn(sandbox) as record:
             if record.state == "running":
@@ -188,7 +203,10 @@ class Manager:
                 host = await self._resume(record)
                 if reboot and record.memory_kept:
                     await self._reboot(host, record)
-                made = self.book.save(lifecycle.running(record, self.clock.time(), timeout_s, host))
+                made = lifecycle.running(record, self.clock.time(), timeout_s, host)
+                if auto_pause is not None:
+                    made = replace(made, on_timeout="pause" if auto_pause else "kill")
+                self.book.save(made)
             self.book.log(sandbox, "info", f"sandbox resumed on {host}")
             return made, True
 

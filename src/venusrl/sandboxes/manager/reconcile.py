@@ -60,12 +60,12 @@ class Reconciler:
         manager = self._manager
         held = {one.id: one for one in status.held}
         for record in manager.book.on_host(name):
-            if manager.book.busy(record.id) or (record.state == "creating" and not starting):
+            if manager.book.busy(record.id) or record.id in manager.making:
                 continue
             if manager.book.touched.get(record.id, -1.0) >= node.asked:
                 continue  # what the host said is older
             if record.id in held:
-                self._adjust(record, held[record.id], starting)
+                self._adjust(record, held[record.id])
             else:
                 self._missing(record, starting)
         known = {record.id for record in manager.book.records.values()}
@@ -73,7 +73,7 @@ class Reconciler:
         strays = {one.id for one in status.snapshots if one.id not in manager.snapshots}
         await self._end_unknown(name, node, strays, "snapshot", node.host.remove_snapshot)
 
-    def _adjust(self, record: Record, held: Held, starting: bool) -> None:
+    def _adjust(self, record: Record, held: Held) -> None:
         """Take over what the host says."""
         book = self._manager.book
         if record.state == "creating":
@@ -85,7 +85,7 @@ class Reconciler:
         if held.state == "paused" and record.state in ("running", "pausing"):
             book.save(lifecycle.paused(record, "pressure", True))
             book.log(record.id, "info", "sandbox paused by its host for memory's sake")
-        elif held.state == "running" and record.state == "paused" and starting:
+        elif held.state == "running" and record.state == "paused":
             book.save(lifecycle.woken(record, self._manager.clock.time(), record.host))
 
     def _missing(self, record: Record, starting: bool) -> None:
@@ -143,6 +143,12 @@ class Reconciler:
             else:
                 manager.book.end(record, f"its node {name} was lost")
                 manager.count("died")
+
+    async def abandon(self, name: str) -> None:
+        """A node that will not come back: what it had is over."""
+        for record in self._manager.book.on_host(name):
+            if not await self._recovered(record):
+                self._manager.book.end(record, f"its node {name} was given up")
 
     async def _recovered(self, record: Record) -> bool:
         manager = self._manager
