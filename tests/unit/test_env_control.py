@@ -8,8 +8,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-
 from tests.unit.environments import Environment, environment, fake_hosts
+
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxDenied, SandboxError
 from venusrl.testing.clock import VirtualClock
 
@@ -113,8 +113,9 @@ async def test_the_quota_counts_what_is_being_created_too(env: Environment) -> N
     host.gate = asyncio.Event()
     body = {"templateID": "base"}
     tasks = [asyncio.create_task(env.call("POST", "/v2/sandboxes", body, key=text)) for _ in range(5)]
-    while sum(call == "create" for call, _ in host.calls) < 2 or not any(task.done() for task in tasks):
-        await asyncio.sleep(0.001)
+    refusals = asyncio.as_completed(tasks)
+    for _ in range(3):
+        assert (await next(refusals))[0] == 429  # while the other two still wait for their host
     host.gate.set()
     answers = [await task for task in tasks]
     assert sorted(status for status, _, _ in answers) == [201, 201, 429, 429, 429]

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from venusrl.cli import demo_policy, doctor, engine, predictor, runs, simulate, tasks, train
+from venusrl.cli import demo_policy, doctor, engine, env, predictor, runs, simulate, tasks, train
 from venusrl.cli.output import EXIT_FAILED, EXIT_USAGE, CommandError, print_json, stderr
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.command()(simulate.simulate)
 app.add_typer(runs.app, name="runs")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(engine.app, name="engine")
+app.add_typer(env.app, name="env")
 app.add_typer(demo_policy.app, name="demo-policy")
 app.add_typer(predictor.app, name="predictor")
 

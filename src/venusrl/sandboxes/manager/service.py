@@ -56,6 +56,10 @@ class Service:
         node = self.fleet.add(host, feeds=feeds, draining=draining)
         self.upkeep.follow(node)
 
+    def use_domain(self, domain: str) -> None:
+        """Once it is known which port was got."""
+        self.settings = msgspec.structs.replace(self.settings, domain=domain)
+
     async def start(self) -> None:
         await self.upkeep.start()
 

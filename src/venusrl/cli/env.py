@@ -1,0 +1,289 @@
+"""``venusrl env``: the environment service, its keys, and a look at it.
+
+A service is started with ``serve``. The other commands talk to it over HTTP, with what its state directory holds
+(``--state``) or with ``--url`` and the variables E2B_API_KEY and VENUSRL_ENV_ADMIN_KEY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from venusrl.cli import env_view
+from venusrl.cli.env_client import caller_for
+from venusrl.cli.output import CommandError, print_json, stderr, stdout, table, warn
+
+if TYPE_CHECKING:
+    from venusrl.sandboxes.manager.serve import Server
+
+app = typer.Typer(no_args_is_help=True, help="Sandboxes as a service that E2B's SDKs can use.")
+keys_app = typer.Typer(no_args_is_help=True, help="API keys of the service.")
+app.add_typer(keys_app, name="key")
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+_State = Annotated[Path | None, typer.Option("--state", help="State directory. Default: VENUSRL_ENV_STATE.")]
+_Url = Annotated[str, typer.Option("--url", help="The service. Default: the one of the state directory.")]
+
+
+@app.command("serve")
+def serve(
+    state: _State = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the API.")] = "127.0.0.1:3000",
+    traffic: Annotated[str, typer.Option(help="HOST:PORT for traffic to sandboxes. Default: the same port.")] = "",
+    domain: Annotated[str, typer.Option(help="Sandboxes are {port}-{id}.DOMAIN. Default: localhost:PORT.")] = "",
+    runtime: Annotated[list[str] | None, typer.Option(help="namespace, microvm, gvisor; the first is used.")] = None,
+    memory_mib: Annotated[int | None, typer.Option(help="Memory for all sandboxes. Default: the machine's.")] = None,
+    reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
+    overload: Annotated[float | None, typer.Option(help="Probability of overload that is accepted.")] = None,
+    max_timeout: Annotated[float, typer.Option(help="Longest time to live that may be asked for, seconds.")] = 86400.0,
+    internet: Annotated[bool, typer.Option(help="Whether sandboxes that say nothing may reach the internet.")] = False,
+    kill_on_exit: Annotated[bool, typer.Option("--kill-on-exit", help="End every sandbox at the end.")] = False,
+    json_output: _Json = False,
+) -> None:
+    """Serve sandboxes until Ctrl-C; sandboxes go on, and the next serve takes them up again.
+
+    Example:
+
+    $ venusrl env serve --listen 127.0.0.1:3000
+    """
+    from venusrl.sandboxes.manager.asks import Settings
+    from venusrl.sandboxes.manager.serve import ServeConfig, Server, default_state
+
+    names = tuple(runtime or ("namespace",))
+    config = ServeConfig(
+        state=(state or default_state()).absolute(),
+        listen=listen,
+        traffic=traffic,
+        domain=domain,
+        runtimes=names,
+        memory=None if memory_mib is None else memory_mib << 20,
+        reserve=None if reserve_mib is None else reserve_mib << 20,
+        overload=overload,
+        settings=Settings(runtime=names[0], max_timeout_s=max_timeout, internet=internet),
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(_serve(Server(config), kill_on_exit, json_output))
+
+
+async def _serve(server: Server, kill_on_exit: bool, json_output: bool) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await server.start()
+    try:
+        (server.config.state / "url").write_text(server.url + "\n")
+        _announce(server, json_output)
+        await stop.wait()
+    finally:
+        living = server.living()
+        ended = await server.stop(kill=kill_on_exit)
+        console = stderr()
+        if kill_on_exit:
+            console.print(f"stopped; {ended} sandboxes were ended", markup=False)
+        elif living:
+            console.print(
+                f"stopped; {living} sandboxes go on. To take them up again: venusrl env serve --state "
+                f"{server.config.state}; to end them: the same with --kill-on-exit, then Ctrl-C",
+                markup=False,
+                soft_wrap=True,
+            )
+        else:
+            console.print("stopped; there were no sandboxes", markup=False)
+
+
+def _announce(server: Server, json_output: bool) -> None:
+    for address in server.open_to_others():
+        warn(f"{address} is open to other machines, without TLS: whoever has a key can start sandboxes")
+    variables = server.environment()
+    if json_output:
+        print_json({"url": server.url, "sandbox_url": server.sandbox_url, "environment": variables, "pid": os.getpid()})
+        return
+    console = stdout()
+    settings = server.service.settings
+    console.print(f"serving sandboxes at {server.url} (state {server.config.state})", markup=False)
+    console.print(
+        f"time to live: {settings.default_timeout_s:g} s unless asked for, at most {settings.max_timeout_s:g} s; "
+        f"internet: {'yes' if settings.internet else 'no'} unless asked for",
+        markup=False,
+    )
+    console.print("for E2B's SDK:", markup=False)
+    for name, value in variables.items():
+        console.print(f"  export {name}={value}", markup=False)
+    if "E2B_API_KEY" not in variables:
+        console.print("  export E2B_API_KEY=...   (one of your keys; venusrl env key create makes one)", markup=False)
+
+
+# Keys
+
+
+@keys_app.command("create")
+def create_key(
+    name: Annotated[str, typer.Option(help="What it is for.")],
+    max_sandboxes: Annotated[int, typer.Option(help="So many run at once.", min=1)] = 1000,
+    creates_per_minute: Annotated[int, typer.Option(help="0 = no limit.", min=0)] = 0,
+    tenant: Annotated[str, typer.Option(help="Keys of one tenant share sandboxes. Default: one of its own.")] = "",
+    state: _State = None,
+    json_output: _Json = False,
+) -> None:
+    """Make a key and print it: it is stored as a hash alone and cannot be shown again. The service may be running."""
+    from venusrl.clock import SystemClock
+    from venusrl.sandboxes.manager import keys
+    from venusrl.sandboxes.manager.serve import default_state, open_state
+
+    store = open_state(state or default_state())
+    with contextlib.closing(store):
+        key, text = keys.create(
+            store,
+            SystemClock(),
+            name,
+            tenant=tenant,
+            max_sandboxes=max_sandboxes,
+            creates_per_minute=creates_per_minute,
+        )
+    if json_output:
+        print_json({"id": key.id, "key": text, "tenant": key.tenant})
+    else:
+        stdout().print(text, markup=False)
+        stderr().print(f"key {key.id}, tenant {key.tenant}; it will not be shown again", markup=False)
+
+
+@keys_app.command("list")
+def list_keys(state: _State = None, json_output: _Json = False) -> None:
+    """The keys, without their text."""
+    from venusrl.sandboxes.manager.serve import default_state, open_state
+
+    with contextlib.closing(open_state(state or default_state())) as store:
+        found = store.all_keys()
+    if json_output:
+        import msgspec
+
+        print_json([msgspec.to_builtins(key) for key in found])
+        return
+    rows = [
+        (key.id, key.name, key.mask, key.tenant, str(key.max_sandboxes), env_view.ago(key.last_used)) for key in found
+    ]
+    stdout().print(table(("id", "name", "key", "tenant", "sandboxes", "used"), rows, right=("sandboxes",)))
+
+
+@keys_app.command("revoke")
+def revoke_key(key: Annotated[str, typer.Argument(help="The key's id.")], state: _State = None) -> None:
+    """Refuse a key from now on. Its sandboxes live until their time is up."""
+    from venusrl.sandboxes.manager.serve import default_state, open_state
+
+    with contextlib.closing(open_state(state or default_state())) as store:
+        if not store.remove_key(key):
+            raise CommandError(f"there is no key {key!r}: see venusrl env key list")
+
+
+# Look and act
+
+
+@app.command("list")
+def list_sandboxes(state: _State = None, url: _Url = "", json_output: _Json = False) -> None:
+    """Every sandbox of the service, of all keys."""
+    found = asyncio.run(_overview(state, url))["sandboxes"]
+    if json_output:
+        print_json(found)
+    else:
+        stdout().print(env_view.sandboxes(found))
+
+
+@app.command("ps", hidden=True)
+def ps(state: _State = None, url: _Url = "", json_output: _Json = False) -> None:
+    """The same as list."""
+    list_sandboxes(state, url, json_output)
+
+
+@app.command("kill")
+def kill(
+    sandboxes: Annotated[list[str] | None, typer.Argument(help="Ids.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    state: _State = None,
+    url: _Url = "",
+) -> None:
+    """End sandboxes, whoever's they are."""
+    if bool(sandboxes) == everything:
+        raise CommandError("name the sandboxes to end, or say --all")
+    asyncio.run(_kill(sandboxes or [], state, url))
+
+
+async def _kill(sandboxes: list[str], state: Path | None, url: str) -> None:
+    async with caller_for(state, url) as call:
+        names = sandboxes or [one["id"] for one in (await call("GET", "/admin/overview"))["sandboxes"]]
+        for name in names:
+            await call("DELETE", f"/admin/sandboxes/{name}", missing_ok=not sandboxes)
+    stderr().print(f"{len(names)} sandboxes ended", markup=False)
+
+
+@app.command("move")
+def move(
+    sandbox: Annotated[str, typer.Argument(help="Its id.")],
+    to: Annotated[str, typer.Option(help="The node. Default: where there is room.")] = "",
+    state: _State = None,
+    url: _Url = "",
+) -> None:
+    """Move a sandbox to another node; it keeps its id and, where its runtime can, goes on running."""
+    answer = asyncio.run(_one(state, url, "POST", f"/admin/sandboxes/{sandbox}/move", {"to": to}))
+    stdout().print(f"{sandbox} is on {answer['node']}", markup=False)
+
+
+@app.command("drain")
+def drain(
+    node: Annotated[str, typer.Argument(help="Its name.")],
+    state: _State = None,
+    url: _Url = "",
+    json_output: _Json = False,
+) -> None:
+    """Admit nothing more on a node and move what it has elsewhere. Exit code 1 when something had to stay."""
+    answer = asyncio.run(_one(state, url, "POST", f"/nodes/{node}", {"status": "draining"}))
+    if json_output:
+        print_json(answer)
+    else:
+        stdout().print(f"{len(answer['moved'])} sandboxes moved, {len(answer['stayed'])} stayed", markup=False)
+        for sandbox, reason in answer["stayed"].items():
+            stdout().print(f"  {sandbox}: {reason}", markup=False)
+    if answer["stayed"]:
+        raise typer.Exit(1)
+
+
+@app.command("top")
+def top(
+    state: _State = None,
+    url: _Url = "",
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 1.0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one look as JSON, then end.")] = False,
+) -> None:
+    """A live view of nodes, templates and sandboxes; Ctrl-C ends it."""
+    if json_output:
+        print_json(asyncio.run(_overview(state, url)))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_watch(state, url, interval))
+
+
+async def _watch(state: Path | None, url: str, interval: float) -> None:
+    from rich.live import Live
+
+    console = stdout()
+    async with caller_for(state, url) as call:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                live.update(env_view.top(await call("GET", "/admin/overview"), console.height), refresh=True)
+                await asyncio.sleep(interval)
+
+
+async def _overview(state: Path | None, url: str) -> dict[str, Any]:
+    found: dict[str, Any] = await _one(state, url, "GET", "/admin/overview")
+    return found
+
+
+async def _one(state: Path | None, url: str, method: str, path: str, body: Any = None) -> Any:
+    async with caller_for(state, url) as call:
+        return await call(method, path, body)

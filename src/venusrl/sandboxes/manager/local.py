@@ -1,0 +1,73 @@
+"""This machine as a host: runtimes, templates, admission and door put together.
+
+Owns: which parts a host is made of, and where below the state directory each keeps its own.
+
+Must not know: HTTP routes, records, keys.
+
+Guarantees: a runtime's module is imported only when that runtime is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from venusrl.sandboxes.admission.api import Admission
+from venusrl.sandboxes.admission.footprint import FootprintAdmission, FootprintConfig
+from venusrl.sandboxes.envd.door import Door
+from venusrl.sandboxes.host.api import Host
+from venusrl.sandboxes.host.local import HostConfig, LocalHost
+from venusrl.sandboxes.manager.asks import Catalogue
+from venusrl.sandboxes.manager.errors import ManagerError
+from venusrl.sandboxes.manager.routes_templates import TemplateService
+from venusrl.sandboxes.protocol import TemplateNotFound
+from venusrl.sandboxes.runtimes.base import Runtime
+from venusrl.sandboxes.templates.api import Image
+
+RUNTIMES = ("namespace", "microvm", "gvisor")
+
+
+class LocalParts(msgspec.Struct, frozen=True):
+    """A host and what the manager shares with it."""
+
+    host: Host
+    admission: Admission
+    catalogue: Catalogue
+    templates: TemplateService | None = None
+
+
+class HostImages:
+    """The one template that needs no building: this machine's own directories, as ``host`` and as ``base``."""
+
+    def __init__(self) -> None:
+        self._image = Image("host", "base")
+
+    async def resolve(self, template: str, tenant: str) -> Image:
+        if template in ("host", "base"):
+            return self._image
+        raise TemplateNotFound(f"there is no template {template!r}: make it with venusrl env template build")
+
+    def names(self) -> tuple[str, ...]:
+        return ("host",)
+
+
+async def assemble(
+    state: Path, names: Iterable[str], memory: int | None, reserve: int | None, overload: float | None
+) -> LocalParts:
+    """A started host. Raises RuntimeUnavailable, ManagerError."""
+    runtimes = {name: _runtime(name, state / "runtimes" / name) for name in names}
+    admission = FootprintAdmission(FootprintConfig() if overload is None else FootprintConfig(target=overload))
+    images = HostImages()
+    host = LocalHost(state / "host", runtimes, images, admission, Door(), HostConfig(memory=memory, reserve=reserve))
+    await host.start()
+    return LocalParts(host, admission, images)
+
+
+def _runtime(name: str, state: Path) -> Runtime:
+    if name == "namespace":
+        from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
+
+        return NamespaceRuntime(state)
+    raise ManagerError(f"there is no runtime {name!r}: choose of {', '.join(RUNTIMES)}")

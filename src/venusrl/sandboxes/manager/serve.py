@@ -1,0 +1,220 @@
+"""The environment service as a process: its state directory, its own host, its sockets.
+
+Owns: what is below the state directory, the order in which things start and stop, what the operator is told.
+
+Must not know: the command line, signals.
+
+Guarantees: one service a state directory; sandboxes go on when the service stops, unless it is told to end them; what
+cannot start leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from venusrl.clock import SystemClock
+from venusrl.sandboxes.manager import app, keys, routes_nodes, tokens
+from venusrl.sandboxes.manager.asks import Settings
+from venusrl.sandboxes.manager.errors import ManagerError
+from venusrl.sandboxes.manager.gateway_listener import Listener
+from venusrl.sandboxes.manager.local import LocalParts, assemble
+from venusrl.sandboxes.manager.routes_nodes import Connector
+from venusrl.sandboxes.manager.service import Service
+from venusrl.sandboxes.manager.store import StateLock, Store
+from venusrl.sandboxes.manager.tokens import Secret
+
+_log = logging.getLogger(__name__)
+DEFAULT_KEY, ADMIN_KEY, JOIN_KEY, SECRET, DATABASE = "api-key", "admin-key", "join-key", "secret", "manager.db"
+
+
+class ServeConfig(msgspec.Struct, frozen=True):
+    """``listen`` and ``traffic`` are HOST:PORT; ``traffic`` "" = the same port. ``memory`` and ``reserve`` in bytes."""
+
+    state: Path
+    listen: str = "127.0.0.1:3000"
+    traffic: str = ""
+    domain: str = ""
+    runtimes: tuple[str, ...] = ("namespace",)
+    memory: int | None = None
+    reserve: int | None = None
+    overload: float | None = None
+    share: str = "tenant"
+    settings: Settings = Settings()
+
+
+def default_state() -> Path:
+    """``VENUSRL_ENV_STATE``, else below the user's state directory."""
+    given = os.environ.get("VENUSRL_ENV_STATE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "venusrl" / "env"
+
+
+def open_state(state: Path) -> Store:
+    """The database of a state directory, made if need be. Raises ManagerError."""
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ManagerError(f"{state} cannot be made ({error.strerror}): choose another --state") from error
+    return Store(state / DATABASE)
+
+
+def address(text: str) -> tuple[str, int]:
+    """HOST:PORT. Raises ManagerError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise ManagerError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:3000")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def beyond_loopback(host: str) -> bool:
+    """Whether others than this machine can connect."""
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
+
+
+class Server:
+    """``await start()``, then it serves until ``await stop()``."""
+
+    def __init__(
+        self, config: ServeConfig, *, local: LocalParts | None = None, connect: Connector | None = None
+    ) -> None:
+        """``local``: parts to use instead of this machine's own (tests). ``connect``: how nodes that joined are spoken
+        to."""
+        self.config = config
+        self._given = local
+        self._connect = connect
+        self._lock: StateLock | None = None
+        self._listeners: list[Listener] = []
+        self.service: Service
+        self.local: LocalParts
+        self.url = ""
+        self.sandbox_url = ""
+        self.api_key = ""
+        self.join_key = ""
+        self.admin_key = ""
+
+    async def start(self) -> None:
+        """Raises ManagerError, RuntimeUnavailable."""
+        config = self.config
+        host, port = address(config.listen)
+        store = open_state(config.state)
+        try:
+            self._lock = StateLock.acquire(config.state)
+            self._keys(store)
+            self.local = self._given or await assemble(
+                config.state, config.runtimes, config.memory, config.reserve, config.overload
+            )
+        except BaseException:  # whatever it was: give back what was opened, and pass it on
+            store.close()
+            self._unlock()
+            raise
+        settings = msgspec.structs.replace(config.settings, domain=config.domain or f"localhost:{port}")
+        self.service = Service(
+            store,
+            Secret.load(config.state / SECRET),
+            self.local.admission,
+            self.local.catalogue,
+            clock=SystemClock(),
+            settings=settings,
+        )
+        try:
+            self.service.add_host(self.local.host, feeds=True)
+            routes_nodes.add_known(self.service, self._connect)
+            await self.service.start()
+            await self._listen(host, port)
+        except BaseException:  # as above
+            await self.stop()
+            raise
+
+    async def _listen(self, host: str, port: int) -> None:
+        config, service = self.config, self.service
+        control = app.build(
+            service,
+            admin_key=self.admin_key,
+            join_key=self.join_key,
+            templates=self.local.templates,
+            connect=self._connect,
+            with_traffic=not config.traffic,
+        )
+        port = await self._serve(Listener(control, service.gateway), host, port)
+        self.url = self.sandbox_url = f"http://{_bracketed(host)}:{port}"
+        if config.traffic:
+            where, number = address(config.traffic)
+            number = await self._serve(Listener(app.build_traffic(service), service.gateway), where, number)
+            self.sandbox_url = f"http://{_bracketed(where)}:{number}"
+        domain = config.domain or f"localhost:{self.sandbox_url.rpartition(':')[2]}"
+        service.use_domain(domain)
+
+    async def _serve(self, listener: Listener, host: str, port: int) -> int:
+        self._listeners.append(listener)
+        try:
+            return await listener.start(host, port)
+        except OSError as error:
+            raise ManagerError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another") from error
+
+    def _keys(self, store: Store) -> None:
+        state = self.config.state
+        self.admin_key = tokens.secret_file(state / ADMIN_KEY, secrets.token_hex(24))
+        self.join_key = tokens.secret_file(state / JOIN_KEY, secrets.token_hex(24))
+        path = state / DEFAULT_KEY
+        if path.exists():
+            self.api_key = path.read_text().strip()
+            if store.key(tokens.hashed(self.api_key)) is not None:
+                return
+            path.unlink()  # revoked: its text is of no use to anybody
+        if not store.all_keys():
+            _, text = keys.create(store, SystemClock(), "default")
+            self.api_key = tokens.secret_file(path, text)
+        else:
+            self.api_key = ""
+
+    def environment(self) -> Mapping[str, str]:
+        """What E2B's SDK wants to find in its environment. No key when only its holder knows it."""
+        return {
+            "E2B_API_URL": self.url,
+            "E2B_SANDBOX_URL": self.sandbox_url,
+            **({"E2B_API_KEY": self.api_key} if self.api_key else {}),
+        }
+
+    def open_to_others(self) -> list[str]:
+        """Addresses that other machines can connect to."""
+        given = [self.config.listen, *([self.config.traffic] if self.config.traffic else [])]
+        return [text for text in given if beyond_loopback(address(text)[0])]
+
+    def living(self) -> int:
+        return len(self.service.manager.book.records)
+
+    async def stop(self, *, kill: bool = False) -> int:
+        """Let go, or end every sandbox first; how many were ended."""
+        ended = 0
+        try:
+            for listener in self._listeners:
+                await listener.stop()
+            if kill:
+                ended = await self.service.kill_all()
+        finally:
+            await self.service.close()
+            self._unlock()
+        return ended
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
