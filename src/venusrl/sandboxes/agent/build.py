@@ -1,0 +1,120 @@
+"""Compiles the agent: one static program for each kind of machine, once.
+
+Owns: how ``*.c`` beside this file become a program (Zig's C compiler and its musl, a Python wheel: no compiler of the
+machine is needed) and where the result is kept.
+
+Must not know: what the program does.
+
+Guarantees: the result is found by a hash of sources, compiler and flags, so that a changed source is never run as the
+old program; it appears at its place whole or not at all, whoever else compiles meanwhile; one process compiles once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from venusrl.sandboxes.protocol import RuntimeUnavailable
+
+_TARGETS = {"x86_64": "x86_64-linux-musl", "aarch64": "aarch64-linux-musl"}
+_FLAGS = ("-Os", "-s", "-static", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fno-sanitize=undefined")
+_TIMEOUT_S = 900.0
+"""The first compilation on a machine builds musl too: half a minute of one core, more on a busy one."""
+_locks: dict[Path, asyncio.Lock] = {}
+
+
+def sources() -> list[Path]:
+    """The C files, in a fixed order."""
+    return sorted(Path(__file__).parent.glob("*.c"))
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME/venusrl``, else ``~/.cache/venusrl``."""
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "venusrl"
+
+
+def place(cache: Path, machine: str) -> Path:
+    """Where the program for ``machine`` is, or will be. Raises RuntimeUnavailable when it cannot be compiled here."""
+    target = _TARGETS.get(machine)
+    if target is None:
+        raise RuntimeUnavailable(f"the sandbox agent is not built for {machine}: use x86_64 or aarch64")
+    try:
+        compiler = importlib.metadata.version("ziglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise RuntimeUnavailable("the sandbox agent needs a C compiler: pip install 'venusrl[env]'") from None
+    digest = hashlib.sha256(" ".join((target, compiler, *_FLAGS)).encode())
+    for source in (*sources(), *sorted(Path(__file__).parent.glob("*.h"))):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return cache / "agent" / f"agent-{machine}-{digest.hexdigest()[:20]}"
+
+
+async def program(cache: Path | None = None, machine: str | None = None) -> Path:
+    """The agent's path on this machine; compiled if it is not there. ``machine`` as ``platform.machine()`` says it.
+
+    Raises RuntimeUnavailable with the compiler's words or the mend.
+    """
+    where = await asyncio.to_thread(place, cache or default_cache(), machine or platform.machine())
+    async with _locks.setdefault(where, asyncio.Lock()):
+        if not await asyncio.to_thread(where.exists):
+            await _compile(where, _TARGETS[machine or platform.machine()])
+    return where
+
+
+async def _compile(where: Path, target: str) -> None:
+    try:
+        work = await asyncio.to_thread(_workspace, where.parent)
+    except OSError as error:
+        raise RuntimeUnavailable(f"the sandbox agent cannot be kept in {where.parent}: {error}") from error
+    try:
+        result = work / "agent"
+        command = (sys.executable, "-m", "ziglang", "cc", "-target", target, *_FLAGS, "-o", str(result))
+        zig = str(where.parent / "zig")
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            *map(str, sources()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": zig, "ZIG_LOCAL_CACHE_DIR": zig},
+            start_new_session=True,
+        )
+        said = await _finish(process)
+        if process.returncode != 0:
+            raise RuntimeUnavailable(f"the sandbox agent does not compile: {said[-2000:]}")
+        await asyncio.to_thread(_install, result, where)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, work, True)
+
+
+async def _finish(process: asyncio.subprocess.Process) -> str:
+    """The compiler's words. It and what it started end with us: cancelled, or too slow."""
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
+    except TimeoutError:
+        raise RuntimeUnavailable(f"compiling the sandbox agent took more than {_TIMEOUT_S:.0f} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            await process.wait()
+    return said.decode(errors="replace").strip()
+
+
+def _workspace(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="compiling-", dir=folder))
+
+
+def _install(result: Path, where: Path) -> None:
+    """Readable and runnable by every sandbox's user; in place in one step."""
+    result.chmod(0o755)
+    result.rename(where)

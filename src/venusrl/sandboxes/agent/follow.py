@@ -1,0 +1,182 @@
+"""Processes as the host sees them: one channel to the agent each, any number of handles on it.
+
+Owns: ``Followed`` (a process's channel, shared) and ``Handle`` (implements ``agent.api.Process``).
+
+Must not know: frames, connections, files.
+
+Guarantees: every handle gets all output from when it was made, in order, then one Exit; what no handle has taken yet
+is not taken from the agent, so that the slowest reader slows its process and nothing else; a handle that was dropped
+holds nothing up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal
+
+from venusrl.sandboxes.agent import wire
+from venusrl.sandboxes.agent.api import AgentError, Exit, Output, ProcessSpec, Size
+from venusrl.sandboxes.agent.link import Channel
+from venusrl.sandboxes.protocol import SandboxError
+
+Ask = Callable[..., Awaitable[object]]
+_STREAMS: dict[int, Literal["stdout", "stderr", "pty"]] = {
+    wire.STDOUT: "stdout",
+    wire.STDERR: "stderr",
+    wire.PTY: "pty",
+}
+
+
+class _Follower:
+    """What one handle has not taken yet. Kept apart from the handle, so that dropping that one is seen."""
+
+    def __init__(self, output: bool, at: int) -> None:
+        self.output = output
+        self.taken = at
+        self.events: deque[tuple[int, Output | Exit | SandboxError]] = deque()
+        self.changed = asyncio.Event()
+
+    def push(self, at: int, event: Output | Exit | SandboxError) -> None:
+        self.events.append((at, event))
+        self.changed.set()
+
+
+class Followed:
+    """One process that somebody follows. ``over`` is called once nobody does."""
+
+    def __init__(self, channel: Channel, pid: int, spec: ProcessSpec, over: Callable[[Followed], None]) -> None:
+        self.pid = pid
+        self.spec = spec
+        self.exit: Exit | None = None
+        self._channel = channel
+        self._over = over
+        self._followers: list[_Follower] = []
+        self._base = channel.acked
+        self._seen = channel.acked
+        self._sending = asyncio.Lock()
+        channel.listener = self._on_change
+
+    def follower(self, output: bool) -> _Follower:
+        made = _Follower(output, self._seen)
+        self._followers.append(made)
+        if self.exit is not None:
+            made.push(self._seen, self.exit)
+        elif self._channel.failure is not None:
+            made.push(self._seen, self._channel.failure)
+        self._on_change()
+        return made
+
+    def drop(self, follower: _Follower) -> None:
+        if follower not in self._followers:
+            return
+        self._followers.remove(follower)
+        if self._followers:
+            self.acknowledge()
+            return
+        self._over(self)
+        if self._channel.ended:
+            self._channel.finish()
+        elif self._channel.open:
+            self._channel.close()
+
+    def acknowledge(self) -> None:
+        """What every follower took need not be kept by the agent."""
+        taken = min((f.taken for f in self._followers if f.output), default=self._seen)
+        self._channel.took(taken - self._channel.acked)
+        if self._channel.ended and taken == self._seen:
+            self._over(self)
+            self._channel.finish()
+
+    async def send(self, data: bytes) -> None:
+        if not self.spec.stdin and self.spec.pty is None:
+            raise AgentError("failed_precondition", f"process {self.pid} was started without an input")
+        async with self._sending:
+            refused = self._channel.last or not await self._channel.write(data) or not await self._channel.settled()
+        if refused or self._channel.stopped:
+            raise AgentError("failed_precondition", f"process {self.pid} takes no input any more")
+
+    def close_stdin(self) -> None:
+        if not self.spec.stdin or self.spec.pty is not None:
+            raise AgentError("failed_precondition", f"process {self.pid} has no stdin that could be closed")
+        self._channel.write_end()
+
+    def _on_change(self) -> None:
+        channel = self._channel
+        while channel.queue:
+            kind, payload, size = channel.queue.popleft()
+            self._seen += size
+            self._publish(kind, payload)
+        if channel.failure is not None and self.exit is None:
+            for follower in self._followers:
+                follower.push(self._seen, channel.failure)
+            self._over(self)
+        elif channel.open:
+            self.acknowledge()
+
+    def _publish(self, kind: int, payload: bytes) -> None:
+        if self.exit is not None or kind not in (wire.EXIT, *_STREAMS):
+            raise wire.ProtocolError("a process's stream holds what it may not")
+        if kind == wire.EXIT:
+            self.exit = wire.ending(payload)
+        for follower in self._followers:
+            if kind == wire.EXIT and self.exit is not None:
+                follower.push(self._seen, self.exit)
+            elif kind != wire.EXIT and follower.output:
+                follower.push(self._seen, Output(_STREAMS[kind], payload))
+
+
+class Handle:
+    """Somebody's hold on a process."""
+
+    def __init__(self, process: Followed, output: bool, ask: Ask) -> None:
+        self._process = process
+        self._ask = ask
+        self._follower = process.follower(output)
+        self._release = weakref.finalize(self, process.drop, self._follower)
+        self._release.atexit = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def events(self) -> AsyncIterator[Output | Exit]:
+        follower = self._follower
+        while True:
+            while not follower.events:
+                follower.changed.clear()
+                await follower.changed.wait()
+            at, event = follower.events.popleft()
+            if isinstance(event, SandboxError):
+                raise event
+            try:
+                yield event
+            finally:
+                follower.taken = at
+                self._process.acknowledge()
+            if isinstance(event, Exit):
+                self._release()
+                return
+
+    async def send(self, data: bytes) -> None:
+        await self._process.send(data)
+
+    async def close_stdin(self) -> None:
+        self._process.close_stdin()
+
+    async def signal(self, number: int) -> None:
+        await self._ask(wire.SIGNAL, wire.u32(self.pid), wire.u32(_checked(number)))
+
+    async def resize(self, size: Size) -> None:
+        await self._ask(wire.RESIZE, wire.u32(self.pid), wire.u32(size.cols & 0xFFFF), wire.u32(size.rows & 0xFFFF))
+
+    async def detach(self) -> None:
+        self._release()
+
+
+def _checked(number: int) -> int:
+    if not 1 <= number <= 64:
+        raise AgentError("invalid_argument", f"there is no signal {number}")
+    return number

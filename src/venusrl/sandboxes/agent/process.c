@@ -1,0 +1,669 @@
+/* Processes: how they begin, what they say, how they end, and who is remembered. See agent.h. */
+#include "agent.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { ALIVE_LIMIT = 1024, REMEMBERED = 256, REMEMBERED_MS = 600000, QUIET_MS = 100, LINGER_MS = 1000 };
+enum { STDIN_PIPE = 1, PTY = 2 };
+static const char default_path[] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+struct process {
+    struct process *next;
+    pid_t pid;
+    struct stream *stream; /* NULL once nobody can ask for its output any more */
+    struct watch trouble;  /* what a child that cannot become the program says */
+    struct buf shown;      /* its specification, as the host told it */
+    bool started, failed, exited, finished;
+    int status;
+    int64_t exited_at, read_at;
+    size_t remaining[2]; /* of each source, when it ended */
+};
+static struct process *processes;
+
+struct plan {
+    struct user user;
+    char *cwd;
+    char **args, **env;
+    int in, out, err; /* the child's ends */
+    bool pty;
+    int trouble;
+};
+
+static void strings_free(char **s)
+{
+    for (size_t i = 0; s && s[i]; i++)
+        free(s[i]);
+    free(s);
+}
+
+static char **take_strings(struct reader *r)
+{
+    uint32_t n = take_u32(r);
+    if (n > r->n / 4) {
+        r->bad = true;
+        n = 0;
+    }
+    char **s = must(calloc(n + 1, sizeof *s));
+    for (uint32_t i = 0; i < n; i++)
+        s[i] = take_str(r);
+    return s;
+}
+
+static char *joined(const char *name, const char *value)
+{
+    char *s = must(malloc(strlen(name) + strlen(value) + 2));
+    return strcat(strcat(strcpy(s, name), "="), value);
+}
+
+/* Later ones win over earlier ones of the same name. */
+static char **environment(const struct user *u, char **more)
+{
+    char *base[] = {joined("PATH", default_path), joined("HOME", u->home), joined("USER", u->name),
+                    joined("LOGNAME", u->name), NULL};
+    char **layers[] = {base, default_env, more};
+    size_t count = 0, n = 0;
+    for (int l = 0; l < 3; l++)
+        for (size_t i = 0; layers[l] && layers[l][i]; i++)
+            count++;
+    char **env = must(calloc(count + 1, sizeof *env));
+    for (int l = 0; l < 3; l++)
+        for (size_t i = 0; layers[l] && layers[l][i]; i++) {
+            size_t name = strcspn(layers[l][i], "="), at = 0;
+            while (at < n && (strncmp(env[at], layers[l][i], name) != 0 || env[at][name] != '='))
+                at++;
+            free(env[at]);
+            env[at] = must(strdup(layers[l][i]));
+            n += at == n;
+        }
+    for (int i = 0; base[i]; i++)
+        free(base[i]);
+    return env;
+}
+
+/* -- in the child */
+
+static _Noreturn void trouble(int fd, enum code code, const char *what, const char *name, int error)
+{
+    unsigned char message[400];
+    message[0] = (unsigned char)code;
+    int n = snprintf((char *)message + 1, sizeof message - 1, "%s %.200s%s%s", what, name, error ? ": " : "",
+                     error ? strerror(error) : "");
+    if (write(fd, message, (size_t)(n < 398 ? n : 398) + 1)) {}
+    _exit(127);
+}
+
+static enum code code_of_exec(int error)
+{
+    switch (error) {
+    case ENOENT:
+    case ENOTDIR: return C_NOT_FOUND;
+    case EACCES:
+    case EPERM: return C_PERMISSION;
+    case EAGAIN:
+    case ENOMEM: return C_EXHAUSTED;
+    default: return C_INVALID;
+    }
+}
+
+static void try_exec(const char *path, char **args, char **env)
+{
+    execve(path, args, env);
+    if (errno != ENOEXEC)
+        return;
+    size_t n = 0;
+    while (args[n])
+        n++;
+    char **again = must(calloc(n + 2, sizeof *again));
+    again[0] = (char *)"/bin/sh";
+    again[1] = (char *)path;
+    for (size_t i = 1; i < n; i++)
+        again[i + 1] = args[i];
+    execve("/bin/sh", again, env);
+}
+
+static void exec_program(struct plan *plan)
+{
+    const char *name = plan->args[0], *path = default_path;
+    if (strchr(name, '/')) {
+        try_exec(name, plan->args, plan->env);
+        return;
+    }
+    for (size_t i = 0; plan->env[i]; i++)
+        if (strncmp(plan->env[i], "PATH=", 5) == 0)
+            path = plan->env[i] + 5;
+    int found = ENOENT;
+    while (*name) {
+        size_t n = strcspn(path, ":");
+        char full[4096];
+        if (snprintf(full, sizeof full, "%.*s%s%s", (int)n, path, n ? "/" : "./", name) < (int)sizeof full)
+            try_exec(full, plan->args, plan->env);
+        if (errno != ENOENT && errno != ENOTDIR)
+            found = errno;
+        if (!path[n])
+            break;
+        path += n + 1;
+    }
+    errno = found;
+}
+
+static void go_to(struct plan *plan)
+{
+    const char *cwd = plan->cwd;
+    bool home = chdir(plan->user.home) == 0;
+    if (*cwd == 0) {
+        if (!home && chdir("/") < 0)
+            trouble(plan->trouble, C_INVALID, "cwd", "/", errno);
+        return;
+    }
+    if (cwd[0] == '~' && (cwd[1] == 0 || cwd[1] == '/')) {
+        cwd += cwd[1] ? 2 : 1;
+        while (*cwd == '/')
+            cwd++;
+    }
+    if ((*cwd != '/' && !home) || (*cwd && chdir(cwd) < 0))
+        trouble(plan->trouble, C_INVALID, "cwd", plan->cwd, errno);
+}
+
+static _Noreturn void become_program(struct plan *plan)
+{
+    sigset_t none;
+    setsid();
+    if (plan->pty)
+        ioctl(plan->in, TIOCSCTTY, 0);
+    dup2(plan->in, 0);
+    dup2(plan->out, 1);
+    dup2(plan->err, 2);
+    for (int n = 1; n < 65; n++)
+        signal(n, SIG_DFL);
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC); /* rather a command than its sandbox */
+    if (score >= 0) {
+        if (write(score, "500", 3)) {}
+        close(score);
+    }
+    int error = user_become(&plan->user);
+    if (error)
+        trouble(plan->trouble, C_PERMISSION, "user", plan->user.name, error);
+    go_to(plan);
+    exec_program(plan);
+    trouble(plan->trouble, code_of_exec(errno), "program", plan->args[0], errno);
+}
+
+/* -- beginning */
+
+static void on_trouble(struct watch *w, uint32_t events)
+{
+    struct process *p = w->owner;
+    char message[400];
+    (void)events;
+    ssize_t n = read(w->fd, message, sizeof message - 1);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR))
+        return;
+    watch_close(w);
+    struct stream *s = p->stream;
+    if (n > 1) {
+        message[n] = 0;
+        p->failed = true;
+        p->stream = NULL;
+        if (s) {
+            s->process = NULL;
+            for (int i = 0; i < 2; i++)
+                watch_close(&s->source[i]);
+            stream_error(s, (enum code)(unsigned char)message[0], "%s", message + 1);
+            if (!s->id)
+                stream_close(s);
+        }
+        return;
+    }
+    p->started = true;
+    if (!s)
+        return;
+    s->hold = false;
+    struct buf b = {0};
+    put_u32(&b, (uint32_t)p->pid);
+    buf_add(&b, buf_data(&p->shown), p->shown.len);
+    stream_record(s, R_STARTED, b.p, b.len);
+    buf_free(&b);
+    stream_flow(s);
+    stream_feed(s);
+}
+
+static int open_terminal(struct plan *plan, unsigned cols, unsigned rows)
+{
+    int unlock = 0, master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK);
+    if (master < 0)
+        master = open("/dev/pts/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK);
+    struct winsize size = {.ws_col = (unsigned short)cols, .ws_row = (unsigned short)rows};
+    if (master < 0 || ioctl(master, TIOCSPTLCK, &unlock) < 0 || ioctl(master, TIOCSWINSZ, &size) < 0 ||
+        (plan->in = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC)) < 0) {
+        if (master >= 0)
+            close(master);
+        return -1;
+    }
+    if (fchown(plan->in, plan->user.uid, (gid_t)-1) == 0 && fchmod(plan->in, 0620) == 0) {}
+    plan->out = fcntl(plan->in, F_DUPFD_CLOEXEC, 3);
+    plan->err = fcntl(plan->in, F_DUPFD_CLOEXEC, 3);
+    return master;
+}
+
+static int pipe_from(int *child_end)
+{
+    int p[2];
+    if (pipe2(p, O_CLOEXEC) < 0)
+        return -1;
+    fcntl(p[0], F_SETFL, O_NONBLOCK);
+    *child_end = p[1];
+    return p[0];
+}
+
+static int pipe_to(int *child_end)
+{
+    int p[2];
+    if (pipe2(p, O_CLOEXEC) < 0)
+        return -1;
+    fcntl(p[1], F_SETFL, O_NONBLOCK);
+    *child_end = p[0];
+    return p[1];
+}
+
+static void close_all(const int *fds, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (fds[i] >= 0)
+            close(fds[i]);
+}
+
+static void launch(struct stream *s, struct plan *plan, unsigned flags, unsigned cols, unsigned rows,
+                   const unsigned char *shown, size_t shown_len)
+{
+    int out = -1, err = -1, in = -1, bad;
+    bool ok;
+    plan->in = plan->out = plan->err = plan->trouble = -1;
+    plan->pty = flags & PTY;
+    if (plan->pty) {
+        out = open_terminal(plan, cols, rows);
+        in = out < 0 ? -1 : fcntl(out, F_DUPFD_CLOEXEC, 3);
+        ok = in >= 0 && plan->err >= 0;
+    } else {
+        out = pipe_from(&plan->out);
+        err = pipe_from(&plan->err);
+        if (flags & STDIN_PIPE)
+            in = pipe_to(&plan->in);
+        else
+            plan->in = open("/dev/null", O_RDONLY | O_CLOEXEC);
+        ok = out >= 0 && err >= 0 && plan->in >= 0;
+    }
+    bad = ok ? pipe_from(&plan->trouble) : -1;
+    pid_t pid = bad < 0 ? -1 : fork();
+    int error = errno;
+    if (pid == 0)
+        become_program(plan);
+    close_all((int[]){plan->in, plan->out, plan->err, plan->trouble}, 4);
+    if (pid < 0) {
+        close_all((int[]){in, out, err, bad}, 4);
+        stream_error(s, plan->pty && !ok ? C_UNAVAILABLE : C_EXHAUSTED, "no %s for another process: %s",
+                     plan->pty && !ok ? "terminal" : "room", strerror(error));
+        return;
+    }
+    struct process *p = must(calloc(1, sizeof *p));
+    p->pid = pid;
+    p->stream = s;
+    p->next = processes;
+    processes = p;
+    buf_add(&p->shown, shown, shown_len);
+    s->process = p;
+    s->record[0] = plan->pty ? R_PTY : R_STDOUT;
+    s->hold = true;
+    stream_source(s, 0, out, plan->pty ? R_PTY : R_STDOUT);
+    if (err >= 0)
+        stream_source(s, 1, err, R_STDERR);
+    if (in >= 0)
+        stream_sink(s, in);
+    else
+        stream_stop_input(s);
+    watch_init(&p->trouble, bad, on_trouble, p);
+    watch_set(&p->trouble, EPOLLIN);
+}
+
+void process_start(struct stream *s, struct reader *r)
+{
+    static struct plan plan;
+    size_t shown_len, alive = 0;
+    const unsigned char *shown = take_bytes(r, &shown_len);
+    plan.args = take_strings(r);
+    char **more = take_strings(r), *user = take_str(r);
+    plan.cwd = take_str(r);
+    unsigned flags = take_u8(r), cols = take_u32(r), rows = take_u32(r);
+    for (struct process *p = processes; p; p = p->next)
+        alive += !p->finished;
+    plan.env = NULL;
+    if (r->bad || !plan.args[0] || !*plan.args[0]) {
+        stream_error(s, C_INVALID, "arguments or environment are empty or hold a zero byte");
+    } else if (alive >= ALIVE_LIMIT) {
+        stream_error(s, C_EXHAUSTED, "%d processes run already", ALIVE_LIMIT);
+    } else if (!user_find(user, &plan.user)) {
+        stream_error(s, C_NOT_FOUND, "there is no user %.100s in the sandbox", *user ? user : default_user);
+    } else {
+        plan.env = environment(&plan.user, more);
+        launch(s, &plan, flags, cols, rows, shown, shown_len);
+    }
+    strings_free(plan.args);
+    strings_free(plan.env);
+    strings_free(more);
+    free(user);
+    free(plan.cwd);
+}
+
+/* -- ending */
+
+static void put_exit(struct stream *s, const struct process *p)
+{
+    unsigned char e[8];
+    set32(e, (uint32_t)(WIFEXITED(p->status) ? WEXITSTATUS(p->status) : -1));
+    set32(e + 4, WIFSIGNALED(p->status) ? (uint32_t)WTERMSIG(p->status) : 0);
+    stream_record(s, R_EXIT, e, sizeof e);
+    stream_fin(s);
+    stream_stop_input(s);
+}
+
+static bool sources_open(const struct stream *s) { return s && (s->source[0].fd >= 0 || s->source[1].fd >= 0); }
+
+static void finish(struct process *p)
+{
+    p->finished = true;
+    if (p->stream)
+        put_exit(p->stream, p);
+}
+
+void process_source_closed(struct process *p)
+{
+    if (p->exited && p->started && !p->finished && !sources_open(p->stream))
+        finish(p);
+}
+
+void process_source_read(struct process *p, int i, size_t n)
+{
+    p->read_at = now_ms();
+    p->remaining[i] -= n < p->remaining[i] ? n : p->remaining[i];
+}
+
+void processes_reap(void)
+{
+    int status;
+    pid_t pid;
+    while ((pid = waitpid(-1, &status, WNOHANG | __WALL)) > 0) {
+        for (struct stream *s = streams; s; s = s->next)
+            if (s->child == pid)
+                s->child = 0;
+        for (struct process *p = processes; p; p = p->next) {
+            if (p->pid != pid || p->exited)
+                continue;
+            p->exited = true;
+            p->status = status;
+            p->exited_at = p->read_at = now_ms();
+            for (int i = 0; i < 2 && p->stream; i++) {
+                int n = 0;
+                if (p->stream->source[i].fd >= 0 && ioctl(p->stream->source[i].fd, FIONREAD, &n) == 0 && n > 0)
+                    p->remaining[i] = (size_t)n;
+            }
+            process_source_closed(p);
+        }
+    }
+}
+
+/* Its own output was read; others it left behind may hold the pipes for ever, and nobody waits for those. */
+static int64_t settle_exit(struct process *p, int64_t now)
+{
+    struct stream *s = p->stream;
+    if (!s || !sources_open(s)) {
+        finish(p);
+        return -1;
+    }
+    if ((s->source[0].events | s->source[1].events) == 0 || p->remaining[0] || p->remaining[1])
+        return -1; /* the follower is slow, or there is more to read: either wakes us */
+    int64_t quiet = p->read_at + QUIET_MS, last = p->exited_at + LINGER_MS;
+    int64_t due = quiet < last ? quiet : last;
+    if (due > now)
+        return due;
+    finish(p);
+    return -1;
+}
+
+static void forget(struct process *p)
+{
+    struct process **at = &processes;
+    while (*at != p)
+        at = &(*at)->next;
+    *at = p->next;
+    watch_close(&p->trouble);
+    buf_free(&p->shown);
+    free(p);
+}
+
+int64_t processes_tick(int64_t now)
+{
+    int64_t next = -1;
+    int remembered = 0;
+    for (struct process *p = processes, *after; p; p = after) {
+        after = p->next;
+        if (p->started && p->exited && !p->finished) {
+            int64_t due = settle_exit(p, now);
+            if (due >= 0 && (next < 0 || due < next))
+                next = due;
+        }
+        struct stream *s = p->stream;
+        if (s && p->finished && !s->id && s->drop && !sources_open(s)) {
+            s->process = NULL;
+            p->stream = NULL;
+            stream_close(s);
+        }
+        bool over = p->finished && !p->stream && ++remembered;
+        if ((over && (remembered > REMEMBERED || p->exited_at + REMEMBERED_MS < now)) || (p->failed && p->exited))
+            forget(p);
+    }
+    return next;
+}
+
+static void move_ends(struct stream *from, struct stream *to)
+{
+    for (int i = 0; i < 2; i++) {
+        int fd = from->source[i].fd;
+        watch_set(&from->source[i], 0);
+        from->source[i].fd = -1;
+        to->record[i] = from->record[i];
+        if (fd >= 0)
+            stream_source(to, i, fd, from->record[i]);
+    }
+    int fd = from->sink.fd;
+    watch_set(&from->sink, 0);
+    from->sink.fd = -1;
+    to->process = from->process;
+    to->process->stream = to;
+    from->process = NULL;
+    if (fd >= 0)
+        stream_sink(to, fd);
+}
+
+/* Nobody follows any more: what it says from now on is dropped, so that it goes on. */
+void process_let_go(struct stream *s)
+{
+    struct process *p = s->process;
+    if (p->finished && !sources_open(s)) {
+        s->process = NULL;
+        p->stream = NULL;
+        return;
+    }
+    struct stream *nobody = stream_new(0);
+    nobody->drop = nobody->opened = true;
+    nobody->in_stopped = s->in_stopped;
+    nobody->hold = s->hold;
+    move_ends(s, nobody);
+}
+
+/* -- what else may be asked of them */
+
+static struct process *find(uint32_t pid, bool alive)
+{
+    struct process *p = processes; /* the newest of this number comes first */
+    while (p && (p->pid != (pid_t)pid || !p->started || (alive && p->exited)))
+        p = p->next;
+    return p;
+}
+
+void process_attach(struct stream *s, struct reader *r)
+{
+    uint32_t pid = take_u32(r);
+    struct process *p = find(pid, false);
+    if (!p) {
+        stream_error(s, C_NOT_FOUND, "there is no process %u", pid);
+        return;
+    }
+    struct buf b = {0};
+    put_u32(&b, (uint32_t)p->pid);
+    buf_add(&b, buf_data(&p->shown), p->shown.len);
+    stream_record(s, R_STARTED, b.p, b.len);
+    buf_free(&b);
+    struct stream *before = p->stream;
+    if (!before || (before->drop && p->finished)) {
+        put_exit(s, p);
+        return;
+    }
+    size_t skip = 0;
+    if (before->out_base == 0 && before->out.len >= 5 && *buf_data(&before->out) == R_STARTED)
+        skip = 5 + get32(buf_data(&before->out) + 1);
+    if (before->out.len > skip)
+        buf_add(&s->out, buf_data(&before->out) + skip, before->out.len - skip);
+    s->out_fin = before->out_fin;
+    s->in_stopped = s->stop_due = before->in_stopped;
+    link_reset(before->id);
+    move_ends(before, s);
+    stream_close(before);
+    stream_flow(s);
+}
+
+void process_list(struct stream *s)
+{
+    for (struct process *p = processes; p; p = p->next) {
+        if (!p->started || p->exited)
+            continue;
+        struct buf b = {0};
+        put_u32(&b, (uint32_t)p->pid);
+        buf_add(&b, buf_data(&p->shown), p->shown.len);
+        stream_record(s, R_PROCESS, b.p, b.len);
+        buf_free(&b);
+    }
+    stream_end(s);
+}
+
+struct relation {
+    pid_t pid, parent, session;
+};
+
+static struct relation *relations(size_t *count)
+{
+    struct relation *list = NULL;
+    size_t n = 0, cap = 0;
+    DIR *proc = opendir("/proc");
+    for (struct dirent *d; proc && (d = readdir(proc));) {
+        char path[300], text[512];
+        struct relation one = {.pid = atoi(d->d_name)};
+        if (one.pid <= 1)
+            continue;
+        snprintf(path, sizeof path, "/proc/%d/stat", (int)one.pid);
+        int fd = open(path, O_RDONLY | O_CLOEXEC);
+        ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+        if (fd >= 0)
+            close(fd);
+        text[got > 0 ? got : 0] = 0;
+        char *end = strrchr(text, ')'), state; /* the name before it may hold anything */
+        int group;
+        if (!end || sscanf(end + 1, " %c %d %d %d", &state, &one.parent, &group, &one.session) != 4 || state == 'Z')
+            continue;
+        if (n == cap) {
+            cap = cap ? 2 * cap : 64;
+            list = must(realloc(list, cap * sizeof *list));
+        }
+        list[n++] = one;
+    }
+    if (proc)
+        closedir(proc);
+    *count = n;
+    return list;
+}
+
+static bool among(const bool *set, size_t top, pid_t pid) { return pid > 0 && (size_t)pid <= top && set[pid]; }
+
+/* Its session, its descendants and theirs, again until none is left: they may fork while we look. */
+static void kill_tree(pid_t root)
+{
+    for (int round = 0; round < 8; round++) {
+        size_t n, killed = 0, top = (size_t)root;
+        struct relation *list = relations(&n);
+        for (size_t i = 0; i < n; i++)
+            top = (size_t)list[i].pid > top ? (size_t)list[i].pid : top;
+        bool *ours = must(calloc(top + 1, 1));
+        ours[root] = true;
+        for (bool more = true; more;) {
+            more = false;
+            for (size_t i = 0; i < n; i++) {
+                bool kin = among(ours, top, list[i].parent) || among(ours, top, list[i].session);
+                if (kin && !ours[list[i].pid])
+                    ours[list[i].pid] = more = true;
+            }
+        }
+        for (size_t i = 0; i < n; i++)
+            if (ours[list[i].pid] && list[i].pid != getpid() && kill(list[i].pid, SIGKILL) == 0)
+                killed++;
+        free(ours);
+        free(list);
+        if (!killed)
+            return;
+    }
+}
+
+void process_abandon(struct process *p)
+{
+    if (p->exited)
+        return;
+    kill_tree(p->pid);
+    kill(p->pid, SIGKILL);
+}
+
+void process_signal(struct stream *s, struct reader *r)
+{
+    uint32_t pid = take_u32(r), number = take_u32(r);
+    struct process *p = find(pid, true);
+    if (number < 1 || number > 64) {
+        stream_error(s, C_INVALID, "there is no signal %u", number);
+    } else if (!p) {
+        stream_error(s, C_NOT_FOUND, "process %u does not run", pid);
+    } else {
+        if (number == SIGKILL)
+            kill_tree(p->pid);
+        kill(-p->pid, (int)number);
+        stream_end(s);
+    }
+}
+
+void process_resize(struct stream *s, struct reader *r)
+{
+    uint32_t pid = take_u32(r), cols = take_u32(r), rows = take_u32(r);
+    struct process *p = find(pid, true);
+    struct winsize size = {.ws_col = (unsigned short)cols, .ws_row = (unsigned short)rows};
+    if (!p)
+        stream_error(s, C_NOT_FOUND, "process %u does not run", pid);
+    else if (!p->stream || p->stream->record[0] != R_PTY || ioctl(p->stream->source[0].fd, TIOCSWINSZ, &size) < 0)
+        stream_error(s, C_PRECONDITION, "process %u has no terminal", pid);
+    else
+        stream_end(s);
+}
