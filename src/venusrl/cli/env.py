@@ -76,7 +76,9 @@ async def _serve(server: Server, kill_on_exit: bool, json_output: bool) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await server.start()
+    stderr().print("starting; the first start of a machine prepares its runtimes, which takes a while", markup=False)
+    if not await _started(server, stop):
+        return
     try:
         (server.config.state / "url").write_text(server.url + "\n")
         _announce(server, json_output)
@@ -96,6 +98,22 @@ async def _serve(server: Server, kill_on_exit: bool, json_output: bool) -> None:
             )
         else:
             console.print("stopped; there were no sandboxes", markup=False)
+
+
+async def _started(server: Server, stop: asyncio.Event) -> bool:
+    """Whether it started; False when it was told to stop before."""
+    starting = asyncio.create_task(server.start(), name="start the service")
+    stopping = asyncio.create_task(stop.wait(), name="told to stop")
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+    try:
+        await starting
+    except asyncio.CancelledError:
+        stderr().print("stopped before it had started", markup=False)
+        return False
+    return True
 
 
 def _announce(server: Server, json_output: bool) -> None:
