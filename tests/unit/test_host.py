@@ -33,6 +33,9 @@ class Recording:
         self.seen.append((event, now))
         return self.answers.pop(type(event), [])
 
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Action]:
+        return [action for event in events for action in self.handle(event, now)]
+
     def restore(self, events: Iterable[Event], now: float) -> list[Action]:
         return [action for event in events for action in self.handle(event, now)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from venusrl.coordinator.publish import PublishFailed, PublishRecord, RunningTurns, WeightPublisher, Weights
@@ -66,6 +67,7 @@ class Scene:
     def __init__(self, mode: str, timeout_s: float = 2.0) -> None:
         self.log: list[str] = []
         self.events: list[Event] = []
+        self.instants: list[tuple[Event, ...]] = []
         self.broken: list[tuple[str, PublishFailed]] = []
         self.broke = asyncio.Event()
         self.records: list[PublishRecord] = []
@@ -81,10 +83,12 @@ class Scene:
             on_record=self.records.append,
         )
 
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
-        self.log.append(type(event).__name__)
-        self.running.observe(event)
+    def notify(self, *events: Event) -> None:
+        self.instants.append(events)
+        for event in events:
+            self.events.append(event)
+            self.log.append(type(event).__name__)
+            self.running.observe(event)
 
     def preempt(self, trajectory: str, turn: int) -> None:
         self.log.append(f"preempt {trajectory}")
@@ -104,6 +108,11 @@ class Scene:
 
     def acknowledged(self) -> list[tuple[str, int]]:
         return [(e.worker, e.version) for e in self.events if isinstance(e, WorkerAcknowledged)]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():  # noqa: ASYNC110 - what is waited for is a line of the log
+                await asyncio.sleep(0.01)
 
     async def publish(self, version: int) -> None:
         await self.publisher.publish(Weights(version, Path(f"v{version}")))
@@ -232,3 +241,28 @@ def test_running_turns_follow_the_events() -> None:
     assert running.on(None) == [("a", 0)]
     running.observe(TurnRequested("a", 0, 10, 0, 16))
     assert running.on(None) == []
+
+
+async def test_workers_that_are_ready_after_one_drain_are_announced_together() -> None:
+    scene = Scene("drain")
+    late = scene.engine("late")
+    late.gate = asyncio.Event()
+    scene.engine("early")
+    await scene.publish(1)
+    await scene.until(lambda: "early resume" in scene.log)
+    assert not scene.acknowledged()
+    late.gate.set()
+    assert await scene.publisher.wait_acknowledged(1, 1.0)
+    assert [len(events) for events in scene.instants if isinstance(events[0], WorkerAcknowledged)] == [2]
+    await scene.publisher.close()
+
+
+async def test_after_a_drain_a_worker_that_is_ready_does_not_wait_for_a_stuck_one() -> None:
+    scene = Scene("drain", timeout_s=30.0)
+    stuck = scene.engine("stuck")
+    stuck.gate = asyncio.Event()
+    scene.engine("ready")
+    await scene.publish(1)
+    await scene.until(lambda: bool(scene.acknowledged()))
+    assert scene.acknowledged() == [("ready", 1)]
+    await scene.publisher.close()

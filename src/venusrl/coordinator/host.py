@@ -45,6 +45,8 @@ class SchedulerLike(Protocol):
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Action]: ...
+
     def restore(self, events: Iterable[Event], now: float) -> list[Action]: ...
 
 
@@ -125,7 +127,7 @@ class SchedulerHost:
         self._on_failure = on_failure
         self._executors: dict[type, Executor] = {}
         self._observers: list[Callable[[Event], None]] = []
-        self._queue: deque[tuple[Event, float]] = deque()
+        self._queue: deque[tuple[tuple[Event, ...], float]] = deque()
         self._handling = False
         self._closed = False
         self._events = 0
@@ -141,11 +143,12 @@ class SchedulerHost:
         """Show every event to ``observer``, before the scheduler decides on it."""
         self._observers.append(observer)
 
-    def notify(self, event: Event) -> None:
-        """Report an event; returns after it and everything it set off was handled (unless nested)."""
+    def notify(self, *events: Event) -> None:
+        """Report what happened at one instant: one decision follows all of it. Returns after that and everything it
+        set off was handled (unless nested)."""
         if self._closed:
             return
-        self._queue.append((event, self.now()))
+        self._queue.append((events, self.now()))
         if not self._handling:
             self._drain()
 
@@ -196,20 +199,26 @@ class SchedulerHost:
             loop_lag_max_s=worst,
         )
 
-    def _handle(self, event: Event, reported_at: float) -> None:
+    def _handle(self, events: tuple[Event, ...], reported_at: float) -> None:
+        for event in events:
+            self._clock(event, reported_at)
+            for observer in self._observers:
+                observer(event)
+        begun = time.perf_counter()
+        now = self.now()
+        one = len(events) == 1
+        actions = self.scheduler.handle(events[0], now) if one else self.scheduler.handle_all(events, now)
+        self._handle_s += time.perf_counter() - begun
+        self._events += len(events)
+        self._execute(actions, reported_at)
+
+    def _clock(self, event: Event, reported_at: float) -> None:
         if isinstance(event, _OURS):
             self.critical.ours(event.trajectory, reported_at)
         elif isinstance(event, _THEIRS):
             self.critical.theirs(event.trajectory, reported_at)
         elif isinstance(event, TrajectoryFailed):
             self.critical.forget(event.trajectory, reported_at)
-        for observer in self._observers:
-            observer(event)
-        begun = time.perf_counter()
-        actions = self.scheduler.handle(event, self.now())
-        self._handle_s += time.perf_counter() - begun
-        self._events += 1
-        self._execute(actions, reported_at)
 
     def _execute(self, actions: list[Action], reported_at: float) -> None:
         for action in actions:

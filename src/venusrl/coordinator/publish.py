@@ -9,7 +9,8 @@ Must not know: processes, trajectories, how an engine loads weights.
 Guarantees: a version is announced (``VersionPublished``, so that stale work is cancelled) before any worker is
 paused; every publish ends acknowledged, superseded by a newer one, or with the worker declared broken and the
 engine's own words, within the time limit and never later; a paused worker is resumed whatever happens; one
-slow or broken worker delays no other.
+slow or broken worker delays no other (after a drain, by ``_TOGETHER_S`` at most: those that are ready together are
+announced together, so that one decision spreads what waited over all of them).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from venusrl.scheduling.events import (
 
 _RETRY_PAUSE_S = 0.2
 _RESUME_TIMEOUT_S = 5.0
+_TOGETHER_S = 1.0
+"""How long a worker that is ready waits, after a drain, for the others to be announced with it."""
 
 
 class PublishFailed(EngineError):
@@ -110,13 +113,14 @@ class WeightPublisher:
         mode: str,
         timeout_s: float,
         running: RunningTurns,
-        notify: Callable[[Event], None],
+        notify: Callable[..., None],
         preempt: Callable[[str, int], None],
         settle: Callable[[], Awaitable[None]],
         on_broken: Callable[[str, PublishFailed], None],
         on_record: Callable[[PublishRecord], None] = lambda record: None,
     ) -> None:
-        """``preempt(trajectory, turn)`` aborts a turn; ``settle`` returns once cancelled work let go of its engine."""
+        """``notify(*events)`` reports what happens at one instant; ``preempt(trajectory, turn)`` aborts a turn;
+        ``settle`` returns once cancelled work let go of its engine."""
         self._mode = mode
         self._timeout_s = timeout_s
         self._running = running
@@ -127,6 +131,9 @@ class WeightPublisher:
         self._on_record = on_record
         self._workers: dict[str, _Worker] = {}
         self._changed = asyncio.Event()
+        self._ready: dict[str, WorkerAcknowledged] = {}
+        """Workers that serve the newest version, of which nobody was told yet."""
+        self._telling: asyncio.TimerHandle | None = None
         self.current: Weights | None = None
 
     def add(self, name: str, client: EngineClient, version: int) -> None:
@@ -141,6 +148,7 @@ class WeightPublisher:
     async def remove(self, name: str) -> None:
         """Forget a worker that is gone."""
         worker = self._workers.pop(name, None)
+        self._ready.pop(name, None)
         self._changed.set()
         if worker is not None and worker.task is not None:
             worker.task.cancel()
@@ -161,7 +169,7 @@ class WeightPublisher:
         """Wait until some worker is there and all that are there serve ``version`` or newer."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._workers or any(w.version < version for w in self._workers.values()):
+                while not self._workers or not self._all_serve(version):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -175,6 +183,7 @@ class WeightPublisher:
     async def close(self) -> None:
         for name in list(self._workers):
             await self.remove(name)
+        self._tell()
 
     async def _keep(self, worker: _Worker) -> None:
         while True:
@@ -221,8 +230,24 @@ class WeightPublisher:
     ) -> None:
         worker.version = weights.version
         self._on_record(PublishRecord(worker.name, weights.version, drain_s, load_s, attempts, preempted))
-        self._notify(WorkerAcknowledged(worker.name, weights.version))
+        self._ready[worker.name] = WorkerAcknowledged(worker.name, weights.version)
+        if self._mode != "drain" or self._all_serve(weights.version):
+            self._tell()
+        elif self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(_TOGETHER_S, self._tell)
         self._changed.set()
+
+    def _all_serve(self, version: int) -> bool:
+        return all(worker.version >= version for worker in self._workers.values())
+
+    def _tell(self) -> None:
+        """Where nothing runs while weights change, the first to be ready would else get every turn that waits."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        ready, self._ready = list(self._ready.values()), {}
+        if ready:
+            self._notify(*ready)
 
     async def _load(self, client: EngineClient, weights: Weights) -> None:
         await client.pause()
