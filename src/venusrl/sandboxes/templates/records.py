@@ -69,6 +69,8 @@ class Build(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = (DEFAULT_TAG,)
     """Tags it gets once it is ready."""
     image: str = ""
+    maker: str = ""
+    """The process that builds it (pid and start time), while it does."""
     finished: float | None = None
     reason: Reason | None = None
 
