@@ -91,22 +91,26 @@ def own_paths(proc_cgroup: str) -> dict[str, str]:
     return paths
 
 
-def find(node_id: str) -> NodeGroups | None:
-    """Make this node's groups where they can be made; None where memory or processes cannot be limited."""
+def find(node_id: str, *, extra: tuple[str, ...] = (), existing: bool = False) -> NodeGroups | None:
+    """Make this node's groups where they can be made; None where memory or processes cannot be limited.
+
+    ``extra``: further controllers of v1 to use where they are there. ``existing``: an earlier process may have made
+    the groups already, and sandboxes may be in them.
+    """
     mounts = parse_mounts(Path("/proc/self/mountinfo").read_text())
     own = own_paths(Path("/proc/self/cgroup").read_text())
     name = PREFIX + node_id
     for mount in mounts:
         if mount.version == 2:
-            directory = _first(candidates(mount, own.get("", "/")), name, _enable_v2)
+            directory = _first(candidates(mount, own.get("", "/")), name, _enable_v2, existing)
             if directory is not None:
                 _write_if_there(directory / "cpu.weight", str(_NODE_CPU_WEIGHT))
                 return NodeGroups(2, {"": directory})
     directories: dict[str, Path] = {}
-    for controller in _CONTROLLERS:
+    for controller in (*_CONTROLLERS, *extra):
         for mount in mounts:
             if controller in mount.controllers and controller not in directories:
-                directory = _first(candidates(mount, own.get(controller, "/")), name, _always)
+                directory = _first(candidates(mount, own.get(controller, "/")), name, _always, existing)
                 if directory is not None:
                     directories[controller] = directory
     if {"memory", "pids"} <= directories.keys():
@@ -118,17 +122,21 @@ def find(node_id: str) -> NodeGroups | None:
     return None
 
 
-def _first(parents: list[Path], name: str, enable: Callable[[Path, Path], bool]) -> Path | None:
+def _first(parents: list[Path], name: str, enable: Callable[[Path, Path], bool], existing: bool = False) -> Path | None:
     """Make ``name`` below the first parent that lets a process join a group in it."""
+    if existing:  # where it is already, whatever our own group is now
+        parents = sorted(parents, key=lambda parent: not (parent / name).is_dir())
     for parent in parents:
         directory = parent / name
+        was_there = existing and directory.is_dir()
         try:
-            directory.mkdir()
+            directory.mkdir(exist_ok=was_there)
         except OSError:
             continue  # read-only or not ours: the next one may be
         if enable(parent, directory) and _can_join(directory):
             return directory
-        remove_tree(directory)
+        if not was_there:
+            remove_tree(directory)
     return None
 
 
@@ -152,7 +160,7 @@ def _can_join(directory: Path) -> bool:
     """Whether a child of ours may enter a group here (delegation can allow mkdir and yet deny this)."""
     probe = directory / "probe"
     try:
-        probe.mkdir()
+        probe.mkdir(exist_ok=True)
     except OSError:
         return False
     child = os.fork()
@@ -179,14 +187,19 @@ def _enter(directory: Path) -> None:
 class SandboxGroup:
     """The control group of one sandbox."""
 
-    def __init__(self, node: NodeGroups, name: str, limits: Limits) -> None:
-        """Make it and set its limits. Raises OSError, leaving nothing."""
+    def __init__(self, node: NodeGroups, name: str, limits: Limits | None, *, swap: bool = False) -> None:
+        """Make it and set its limits. Raises OSError, leaving nothing.
+
+        ``limits`` None: it exists already. ``swap``: it may be paged out.
+        """
         self._version = node.version
         self._paths = {controller: directory / name for controller, directory in node.directories.items()}
+        if limits is None:
+            return
         try:
             for path in self._paths.values():
                 path.mkdir()
-            self._limit(limits)
+            self._limit(limits, swap)
         except OSError:
             self.remove()
             raise
@@ -209,7 +222,7 @@ class SandboxGroup:
         for path in self._paths.values():
             remove_tree(path)
 
-    def _limit(self, limits: Limits) -> None:
+    def _limit(self, limits: Limits, swap: bool) -> None:
         memory = limits.memory_mib << 20
         pids = limits.pids + _HELPER_PIDS
         quota = max(1000, int(limits.cpus * _CPU_PERIOD_US))
@@ -217,11 +230,13 @@ class SandboxGroup:
             here = self._paths[""]
             (here / "memory.max").write_text(str(memory))
             (here / "pids.max").write_text(str(pids))
-            _write_if_there(here / "memory.swap.max", "0")
+            if not swap:
+                _write_if_there(here / "memory.swap.max", "0")
             _write_if_there(here / "cpu.max", f"{quota} {_CPU_PERIOD_US}")
             return
         (self._paths["memory"] / "memory.limit_in_bytes").write_text(str(memory))
-        _write_if_there(self._paths["memory"] / "memory.memsw.limit_in_bytes", str(memory))
+        if not swap:
+            _write_if_there(self._paths["memory"] / "memory.memsw.limit_in_bytes", str(memory))
         (self._paths["pids"] / "pids.max").write_text(str(pids))
         if "cpu" in self._paths:
             _write_if_there(self._paths["cpu"] / "cpu.cfs_period_us", str(_CPU_PERIOD_US))
@@ -245,7 +260,7 @@ def remove_tree(directory: Path) -> None:
     while not _rmdir(directory):
         if time.monotonic() > deadline:
             raise SandboxError(f"the control group {directory} could not be emptied in {_REMOVE_TIMEOUT_S:.0f} s")
-        _kill_all(directory)
+        kill_all(directory)
         time.sleep(0.001)
 
 
@@ -259,7 +274,8 @@ def _rmdir(directory: Path) -> bool:
     return True
 
 
-def _kill_all(directory: Path) -> None:
+def kill_all(directory: Path) -> None:
+    """Send SIGKILL to every process in it."""
     kill = directory / "cgroup.kill"
     if kill.exists():
         kill.write_text("1")

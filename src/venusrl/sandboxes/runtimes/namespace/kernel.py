@@ -9,6 +9,7 @@ Must not know: sandboxes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import socket
@@ -18,12 +19,19 @@ MS_RDONLY = 1
 MS_NOSUID = 2
 MS_NODEV = 4
 MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
 MS_REC = 1 << 14
 MS_PRIVATE = 1 << 18
 MS_SLAVE = 1 << 19
+MNT_DETACH = 2
 
 CLONE_NEWNS = 0x0002_0000
+CLONE_NEWCGROUP = 0x0200_0000
+CLONE_NEWUTS = 0x0400_0000
+CLONE_NEWIPC = 0x0800_0000
 CLONE_NEWUSER = 0x1000_0000
+CLONE_NEWPID = 0x2000_0000
 CLONE_NEWNET = 0x4000_0000
 
 RESOLVE_NO_MAGICLINKS = 0x02
@@ -34,14 +42,31 @@ _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
+_PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x2008_0522
+_LAST_CAPABILITY = 40
+_KEYCTL_JOIN_SESSION_KEYRING = 1
+MADV_PAGEOUT = 21
 
+_OLDER_CALLS = {
+    "x86_64": {"pivot_root": 155, "keyctl": 250},
+    "aarch64": {"pivot_root": 41, "keyctl": 219},
+}
+"""Calls without a wrapper in the C library whose numbers differ between machines."""
 # Numbers above 424 are the same on every architecture.
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
 _SYS_CLOSE_RANGE = 436
 _SYS_OPENAT2 = 437
+_SYS_PROCESS_MADVISE = 440
 _SYS_MOUNT_SETATTR = 442
+_SYS_CACHESTAT = 451
 
 _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
@@ -59,6 +84,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
+
+
+class _CapHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapData(ctypes.Structure):
+    _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted"))
 
 
 class _MountAttr(ctypes.Structure):
@@ -94,6 +139,72 @@ def unshare(flags: int) -> None:
 def setns(namespace: int, kind: int) -> None:
     """setns(2); ``kind`` is the CLONE_NEW flag that ``namespace`` must be of."""
     _check(_libc.setns(namespace, kind), "setns", hex(kind))
+
+
+def bind(source: str, target: str, *, recursive: bool = True) -> None:
+    """Show ``source`` at ``target`` too."""
+    mount(source, target, None, MS_BIND | (MS_REC if recursive else 0))
+
+
+def umount(target: str, flags: int = 0) -> None:
+    """umount2(2)."""
+    _check(_libc.umount2(os.fsencode(target), flags), "umount", target)
+
+
+def pivot_root(new: str, old: str) -> None:
+    """pivot_root(2)."""
+    number = _OLDER_CALLS[os.uname().machine]["pivot_root"]
+    _check(_libc.syscall(number, os.fsencode(new), os.fsencode(old)), "pivot_root", new)
+
+
+def keep_capabilities(kept: frozenset[int]) -> None:
+    """Lose every capability but ``kept``, now and in whatever this process will ever execute."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        if capability not in kept:
+            _check(_libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl", "CAPBSET_DROP")
+    _check(_libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl", "CAP_AMBIENT")
+    mask = sum(1 << capability for capability in kept)
+    low, high = mask & 0xFFFF_FFFF, mask >> 32
+    data = (_CapData * 2)(_CapData(low, low, 0), _CapData(high, high, 0))
+    header = _CapHeader(_CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(data)), "capset", "")
+
+
+def never_gain_privileges() -> None:
+    """No program executed from here on gains anything from its file (set-user-id, file capabilities)."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl", "NO_NEW_PRIVS")
+
+
+def filter_calls(program: bytes) -> None:
+    """Install a seccomp filter (``never_gain_privileges`` comes first)."""
+    described = _Filter(len(program) // 8, program)
+    result = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(described), 0, 0)
+    _check(result, "prctl", "SECCOMP")
+
+
+def new_session_keyring() -> None:
+    """Let go of the session keyring that was inherited."""
+    number = _OLDER_CALLS[os.uname().machine]["keyctl"]
+    _check(_libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None), "keyctl", "JOIN_SESSION_KEYRING")
+
+
+def page_out(pidfd: int, ranges: list[tuple[int, int]]) -> None:
+    """Have the kernel move these (start, length) ranges of another process to swap, as far as it likes."""
+    vector = (_Range * len(ranges))(*(_Range(*each) for each in ranges))
+    done = _libc.syscall(
+        _SYS_PROCESS_MADVISE, pidfd, ctypes.byref(vector), ctypes.c_size_t(len(ranges)), MADV_PAGEOUT, ctypes.c_uint(0)
+    )
+    _check(done, "process_madvise", "PAGEOUT")
+
+
+def cached_pages(fd: int) -> int | None:
+    """How many pages of a file are in the page cache; None where the kernel (before 6.5) cannot say."""
+    whole, found = _Range(0, 0), _CacheStat()
+    result = _libc.syscall(_SYS_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(found), ctypes.c_uint(0))
+    if result < 0 and ctypes.get_errno() in (errno.ENOSYS, errno.EOPNOTSUPP):
+        return None
+    _check(result, "cachestat", str(fd))
+    return int(found.cache)
 
 
 def bring_up_loopback() -> None:

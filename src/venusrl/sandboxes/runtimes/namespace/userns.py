@@ -52,6 +52,19 @@ class IdPool:
         self._used[base] = self._used.get(base, 0) + 1
         return IdSlot(base, self._count)
 
+    def claim(self, base: int) -> IdSlot:
+        """Take a given slot: a sandbox of an earlier process lives in it."""
+        self._used[base] = self._used.get(base, 0) + 1
+        return IdSlot(base, self._count)
+
+    def slot(self, base: int) -> IdSlot:
+        """The slot that begins there."""
+        return IdSlot(base, self._count)
+
+    def first(self) -> IdSlot:
+        """The lowest, taken or not."""
+        return IdSlot(self._slots[0], self._count)
+
     def give_back(self, slot: IdSlot) -> None:
         left = self._used[slot.base] - 1
         if left:

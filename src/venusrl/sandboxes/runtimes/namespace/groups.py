@@ -1,0 +1,114 @@
+"""The control group of a sandbox that outlives its service.
+
+Owns: freezing, what its memory is made of, its end without zombies.
+
+Must not know: how processes get in, what they are.
+
+Guarantees: ``end`` leaves no process, and on v1 no memory charged to a directory that is gone (the kernel would keep
+the group for as long as a page of it is cached).
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from venusrl.sandboxes.protocol import Limits, SandboxError
+from venusrl.sandboxes.runtimes.base import Footprint
+from venusrl.sandboxes.runtimes.namespace import cgroup
+from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups, SandboxGroup
+
+_FREEZE_TIMEOUT_S = 5.0
+_FREEZER = "freezer"
+
+
+def open_node(name: str) -> NodeGroups | None:
+    """The groups of a service, whether or not an earlier process of it made them."""
+    return cgroup.find(name, extra=(_FREEZER,), existing=True)
+
+
+def sandboxes_in(node: NodeGroups) -> set[str]:
+    """The sandboxes that have a group."""
+    names: set[str] = set()
+    for directory in node.directories.values():
+        names |= {entry.name for entry in directory.iterdir() if entry.is_dir() and entry.name != "probe"}
+    return names
+
+
+class PersistentGroup(SandboxGroup):
+    """One sandbox's group. ``limits`` None: it was made already."""
+
+    def __init__(self, node: NodeGroups, name: str, limits: Limits | None = None) -> None:
+        super().__init__(node, name, limits, swap=True)
+
+    def pids(self) -> list[int]:
+        """Processes in it (zombies may be among them)."""
+        path = self._paths["" if self._version == 2 else "memory"]
+        return [int(pid) for pid in (path / "cgroup.procs").read_text().split()]
+
+    def freeze(self) -> None:
+        """Stop every process. Raises SandboxError when the kernel cannot."""
+        self._set_frozen(True)
+        deadline = time.monotonic() + _FREEZE_TIMEOUT_S
+        while not self._is_frozen():
+            if time.monotonic() > deadline:
+                self._set_frozen(False)
+                raise SandboxError(f"the sandbox could not be frozen within {_FREEZE_TIMEOUT_S:.0f} s")
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        self._set_frozen(False)
+
+    def memory(self) -> Footprint:
+        """What it holds by itself: anonymous memory, kernel memory, memory files, swap."""
+        found = dict.fromkeys(("rss", "anon", "shmem", "kernel", "swap"), 0)
+        path = self._paths["" if self._version == 2 else "memory"]
+        for line in (path / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in found:
+                found[name] = int(value)
+        if self._version == 2:
+            swap = path / "memory.swap.current"
+            swapped = int(swap.read_text()) if swap.exists() else 0
+            return Footprint(found["anon"], found["kernel"], found["shmem"], swapped)
+        kernel = path / "memory.kmem.usage_in_bytes"
+        kernel_bytes = int(kernel.read_text()) if kernel.exists() else 0
+        return Footprint(found["rss"], kernel_bytes, found["shmem"], found["swap"])
+
+    def end(self) -> None:
+        """Kill whatever is left in it and remove it."""
+        if self._is_there():
+            self.thaw()
+        for name, path in self._paths.items():
+            if name == "memory" and path.is_dir():
+                cgroup.kill_all(path)
+                with suppress(OSError):  # busy with the last process: the removal below waits for that
+                    (path / "memory.force_empty").write_text("0")
+        self.remove()
+
+    def _is_there(self) -> bool:
+        return any(path.is_dir() for path in self._paths.values())
+
+    def _set_frozen(self, frozen: bool) -> None:
+        path = self._freezer()
+        if path is None:
+            if frozen:
+                raise SandboxError("sandboxes cannot be frozen here: no cgroup v2 and no freezer controller of v1")
+            return
+        with suppress(FileNotFoundError):
+            if self._version == 2:
+                (path / "cgroup.freeze").write_text("1" if frozen else "0")
+            else:
+                (path / "freezer.state").write_text("FROZEN" if frozen else "THAWED")
+
+    def _is_frozen(self) -> bool:
+        path = self._freezer()
+        assert path is not None
+        if self._version == 2:
+            return "frozen 1" in (path / "cgroup.events").read_text()
+        return (path / "freezer.state").read_text().strip() == "FROZEN"
+
+    def _freezer(self) -> Path | None:
+        return self._paths.get("" if self._version == 2 else _FREEZER)

@@ -1,0 +1,297 @@
+"""Persistent sandboxes out of namespaces: one PID 1 (our agent) each, its processes, its files.
+
+Owns: the forge, the ids and control groups handed out, what lies in the runtime's state directory (sockets, kept
+files), finding again what an earlier process made.
+
+Must not know: E2B, HTTP, admission, who owns a sandbox.
+
+Guarantees: those of ``runtimes.base.Runtime``. A sandbox depends on nothing of this process: not on its mounts, not on
+a descriptor, not on the forge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import resource
+import shutil
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from venusrl.sandboxes.agent import build, client
+from venusrl.sandboxes.agent.api import Agent
+from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, SandboxGone
+from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
+from venusrl.sandboxes.runtimes.namespace import groups, orders, pageout, userns
+from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
+from venusrl.sandboxes.runtimes.namespace.egress import Egress
+from venusrl.sandboxes.runtimes.namespace.forge import SOCKETS, STAGE
+from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
+from venusrl.sandboxes.runtimes.namespace.instance import FILES, RUNTIME, Init, NamespaceInstance, Record, start_time
+from venusrl.sandboxes.runtimes.namespace.link import ForgeLink
+from venusrl.sandboxes.templates.api import Image
+
+_KEPT = "paused"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+
+
+class NamespaceRuntime:
+    """Implements ``runtimes.base.Runtime``. ``state`` is its own directory on this host."""
+
+    def __init__(self, state: Path, *, uid_base: int | None = None, require_cgroup: bool = False) -> None:
+        self._state = state
+        self._uid_base = uid_base
+        self._require_cgroup = require_cgroup
+        self._pool: userns.IdPool | None = None
+        self._groups: NodeGroups | None = None
+        self._agent_program = ""
+        self._sockets = -1
+        self._link: ForgeLink | None = None
+        self._starting = asyncio.Lock()
+        self._instances: dict[str, NamespaceInstance] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.egress = Egress()
+        self.boot = ""
+
+    @property
+    def name(self) -> str:
+        return RUNTIME
+
+    async def start(self) -> Abilities:
+        for name in (SOCKETS, STAGE, _KEPT):
+            (self._state / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._state = self._state.resolve()
+        self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # noqa: ASYNC240 - not a disk
+        if os.geteuid() == 0:
+            maps = (Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map"))  # noqa: ASYNC240
+            self._pool = userns.choose_pool(self._uid_base, *maps)
+        self._groups = await asyncio.to_thread(groups.open_node, self._group_name())
+        if self._groups is None and self._require_cgroup:
+            raise RuntimeUnavailable(
+                "no control group with memory and pids is writable: start as root, or have a cgroup v2 subtree "
+                "delegated (systemd-run --user --scope -p Delegate=yes ...), or do not require control groups"
+            )
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a sandbox
+        self._sockets = os.open(self._state / SOCKETS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._agent_program = str(await build.program())
+        await self._forge()
+        return self._abilities()
+
+    async def prepare(self, image: Image) -> None:
+        for layer in image.layers:
+            if not Path(layer).is_dir():  # noqa: ASYNC240 - a handful
+                raise SandboxError(f"the template {image.name} lacks its layer {layer}: build it again")
+
+    async def forget(self, image_id: str) -> None:
+        return None
+
+    async def shared(self, image_id: str) -> int:
+        return 0
+
+    async def create(self, spec: Spec) -> Instance:
+        return await self._begin(spec, None)
+
+    async def restore(self, spec: Spec, snapshot: Snapshot) -> Instance:
+        if snapshot.runtime != RUNTIME or snapshot.memory:
+            raise SandboxError(f"a snapshot of the {snapshot.runtime} runtime cannot be restored by {RUNTIME}")
+        return await self._begin(spec, Path(snapshot.directory) / FILES)
+
+    async def adopt(self, record: bytes) -> Instance | None:
+        known = msgspec.json.decode(record, type=Record)
+        instance = NamespaceInstance(self, known.spec, known.state)
+        sandbox = known.spec.id
+        if known.state == "files":
+            if not (self.kept(sandbox) / FILES).is_file():
+                return None
+            await self._clear_processes(sandbox)
+            self._instances[sandbox] = instance
+            return instance
+        if known.init is None or known.boot != self.boot or start_time(known.init.pid) != known.init.start_time:
+            await self._clear_processes(sandbox)
+            return None
+        if self._pool is not None and known.init.base is not None:
+            self._pool.claim(known.init.base)
+        try:
+            instance.watch(known.init)
+        except SandboxGone:
+            await self.clear(sandbox, known.init.base)
+            return None
+        self._instances[sandbox] = instance
+        return instance
+
+    async def sweep(self, known: set[str]) -> list[str]:
+        found = {entry.name for entry in os.scandir(self._state / SOCKETS)}
+        if self._groups is not None:
+            found |= groups.sandboxes_in(self._groups)
+        gone = []
+        for sandbox in sorted(found - known - self._instances.keys()):
+            await self._clear_processes(sandbox)
+            gone.append(f"sandbox {sandbox}")
+        for entry in list(os.scandir(self._state / _KEPT)):
+            if entry.name not in known and entry.name not in self._instances:
+                await asyncio.to_thread(shutil.rmtree, entry.path, ignore_errors=True)
+                gone.append(f"kept files of sandbox {entry.name}")
+        return gone
+
+    async def close(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        for instance in list(self._instances.values()):
+            instance.let_go()
+            await instance.let_go_of_agent()
+        self._instances.clear()
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+        if self._sockets >= 0:
+            os.close(self._sockets)
+            self._sockets = -1
+
+    # -- Maker
+
+    async def begin(self, spec: Spec, files: Path | None) -> Init:
+        link = await self._forge()
+        slot = None if self._pool is None else self._pool.take()
+        base, count = (None, 1) if slot is None else (slot.base, slot.count)
+        layers = spec.image.layers
+        archive = None if files is None else str(files)
+
+        def order(number: int) -> orders.Order:
+            return orders.Make(number, spec.id, layers, spec.limits, base, count, spec.image.user, archive)
+
+        work = asyncio.create_task(link.ask(order), name=f"making sandbox {spec.id}")
+        try:
+            made = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self.supervise(self._undo(spec.id, base, work), f"undoing sandbox {spec.id}")
+            raise
+        except SandboxError:
+            self._give_back(base)
+            raise
+        assert isinstance(made, orders.Made)
+        started = start_time(made.pid)
+        if started is None:
+            await self.clear(spec.id, base)
+            raise SandboxError(f"the agent of sandbox {spec.id} ended as it began")
+        return Init(made.pid, started, base)
+
+    def agent(self, sandbox: str) -> Agent:
+        # By descriptor: a socket's path has at most 107 bytes.
+        return client.AgentClient(client.unix(f"/proc/self/fd/{self._sockets}/{sandbox}"))
+
+    def group(self, sandbox: str) -> PersistentGroup | None:
+        return None if self._groups is None else PersistentGroup(self._groups, sandbox)
+
+    def kept(self, sandbox: str) -> Path:
+        return self._state / _KEPT / sandbox
+
+    async def clear(self, sandbox: str, base: int | None) -> None:
+        group = self.group(sandbox)
+        if group is not None:
+            await asyncio.to_thread(group.end)
+        with suppress(FileNotFoundError):
+            os.unlink(self._state / SOCKETS / sandbox)
+        self._give_back(base)
+
+    def forgotten(self, sandbox: str) -> None:
+        self._instances.pop(sandbox, None)
+
+    def supervise(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that outlives its caller's cancellation and is waited for by ``close``."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- how
+
+    async def _begin(self, spec: Spec, files: Path | None) -> Instance:
+        if not _ID.fullmatch(spec.id):
+            raise SandboxError(f"{spec.id!r} cannot be a sandbox's id: letters, digits, - and _, at most 63")
+        if spec.id in self._instances:
+            raise SandboxError(f"there is a sandbox {spec.id} already")
+        instance = NamespaceInstance(self, spec)
+        self._instances[spec.id] = instance
+        try:
+            await instance.launch(files)
+            if files is None and spec.image.start is not None:
+                await preload(instance.agent, spec.image)
+        except BaseException:  # whatever it was, cancelled included, leaves nothing behind
+            await instance.kill()
+            raise
+        return instance
+
+    async def _undo(self, sandbox: str, base: int | None, work: asyncio.Task[orders.Answer]) -> None:
+        """A creation was cancelled: end what comes of it."""
+        try:
+            await work
+        except SandboxError:
+            self._give_back(base)
+            return
+        await self._clear_processes(sandbox)
+        self._give_back(base)
+
+    async def _clear_processes(self, sandbox: str) -> None:
+        """End a sandbox of which nothing is known but its name."""
+        group = self.group(sandbox)
+        if group is not None:
+            await asyncio.to_thread(group.end)
+        await self.egress.disconnect(sandbox)
+        with suppress(FileNotFoundError):
+            os.unlink(self._state / SOCKETS / sandbox)
+
+    def _give_back(self, base: int | None) -> None:
+        if self._pool is not None and base is not None:
+            self._pool.give_back(self._pool.slot(base))
+
+    async def _forge(self) -> ForgeLink:
+        """The running forge; a new one when there is none."""
+        async with self._starting:
+            if self._link is not None and self._link.ended is None:
+                return self._link
+            link = await ForgeLink.start(self._state / "forge.log")
+            slot = None if self._pool is None else self._pool.first()
+            base, count = (None, 1) if slot is None else (slot.base, slot.count)
+            told = (
+                str(self._state),
+                self._group_name(),
+                self._agent_program,
+                ("agent", "--fd", str(orders.AGENT_LISTENER)),
+            )
+            try:
+                await link.ask(lambda number: orders.Prepare(number, *told, base, count))
+            except BaseException:  # whatever it was, cancelled included, leaves no process
+                await link.close()
+                raise
+            self._link = link
+            return link
+
+    def _group_name(self) -> str:
+        return "ns-" + hashlib.sha256(str(self._state.resolve()).encode()).hexdigest()[:12]
+
+    def _abilities(self) -> Abilities:
+        lacks = {
+            "memory_snapshot": "processes of a namespace cannot be kept in a snapshot: use the microvm runtime",
+            "live_migration": "processes of a namespace cannot be moved: use the microvm runtime",
+        }
+        if self.egress.lacks is not None:
+            lacks["egress"] = self.egress.lacks
+        if not pageout.has_swap():
+            lacks["page_out"] = "without swap a frozen sandbox keeps its memory: add a zram device or a swap file"
+        if self._pool is None:
+            lacks["users"] = "not root: a sandbox has one user; start as root for user and root"
+        if self._groups is None:
+            lacks["limits"] = "no control groups: sandboxes can be neither limited as wholes nor paused; start as root"
+        return Abilities(memory_snapshot=False, live_migration=False, egress=self.egress.lacks is None, lacks=lacks)
+
+
+async def preload(agent: Agent, image: Image) -> None:
+    """Run a template's start command and wait until it is ready."""
+    return
