@@ -12,9 +12,10 @@ from aiohttp import web
 from venusrl.sandboxes.manager import routes, routes_nodes, routes_templates, wire
 from venusrl.sandboxes.manager.measures import CONTENT_TYPE, Measures
 from venusrl.sandboxes.manager.routes_nodes import CONNECT, JOIN_KEY, Connector
-from venusrl.sandboxes.manager.routes_templates import TEMPLATES, TemplateService
+from venusrl.sandboxes.manager.routes_templates import TEMPLATES
 from venusrl.sandboxes.manager.service import Service
 from venusrl.sandboxes.manager.web_common import ADMIN, MEASURES, SERVICE, answering
+from venusrl.sandboxes.templates.service import Templates
 
 
 def build(
@@ -22,7 +23,7 @@ def build(
     *,
     admin_key: str,
     join_key: str,
-    templates: TemplateService | None = None,
+    templates: Templates | None = None,
     connect: Connector | None = None,
     with_traffic: bool = True,
 ) -> web.Application:

@@ -44,6 +44,7 @@ _BY_REASON = {
     "bad_template": (400, None, None),
     "template_taken": (403, None, None),
     "template_busy": (409, None, None),
+    "build_failed": (500, None, None),
 }
 """Errors of hosts and templates, by their stable reason: status, E2B's finer code, when to try again."""
 

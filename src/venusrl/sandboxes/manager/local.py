@@ -21,10 +21,8 @@ from venusrl.sandboxes.host.api import Host
 from venusrl.sandboxes.host.local import HostConfig, LocalHost
 from venusrl.sandboxes.manager.asks import Catalogue
 from venusrl.sandboxes.manager.errors import ManagerError
-from venusrl.sandboxes.manager.routes_templates import TemplateService
-from venusrl.sandboxes.protocol import TemplateNotFound
 from venusrl.sandboxes.runtimes.base import Runtime
-from venusrl.sandboxes.templates.api import Image
+from venusrl.sandboxes.templates.service import Templates
 
 RUNTIMES = ("namespace", "microvm", "gvisor")
 
@@ -35,34 +33,26 @@ class LocalParts(msgspec.Struct, frozen=True):
     host: Host
     admission: Admission
     catalogue: Catalogue
-    templates: TemplateService | None = None
-
-
-class HostImages:
-    """The one template that needs no building: this machine's own directories, as ``host`` and as ``base``."""
-
-    def __init__(self) -> None:
-        self._image = Image("host", "base")
-
-    async def resolve(self, template: str, tenant: str) -> Image:
-        if template in ("host", "base"):
-            return self._image
-        raise TemplateNotFound(f"there is no template {template!r}: make it with venusrl env template build")
-
-    def names(self) -> tuple[str, ...]:
-        return ("host",)
+    templates: Templates | None = None
 
 
 async def assemble(
-    state: Path, names: Iterable[str], memory: int | None, reserve: int | None, overload: float | None
+    state: Path,
+    names: Iterable[str],
+    *,
+    memory: int | None = None,
+    reserve: int | None = None,
+    overload: float | None = None,
+    internet: bool = False,
 ) -> LocalParts:
     """A started host. Raises RuntimeUnavailable, ManagerError."""
     runtimes = {name: _runtime(name, state / "runtimes" / name) for name in names}
     admission = FootprintAdmission(FootprintConfig() if overload is None else FootprintConfig(target=overload))
-    images = HostImages()
-    host = LocalHost(state / "host", runtimes, images, admission, Door(), HostConfig(memory=memory, reserve=reserve))
+    templates = Templates(state / "templates", runtimes.get("namespace"))
+    await templates.start(internet=internet)
+    host = LocalHost(state / "host", runtimes, templates, admission, Door(), HostConfig(memory=memory, reserve=reserve))
     await host.start()
-    return LocalParts(host, admission, images)
+    return LocalParts(host, admission, templates, templates)
 
 
 def _runtime(name: str, state: Path) -> Runtime:

@@ -91,7 +91,9 @@ class Manager:
         image = await self.catalogue.resolve(template, tenant)
         limits = Limits(memory_mib=image.memory_mib, cpus=float(image.cpus), disk_mib=image.disk_mib)
         alias = template if template != image.id else image.name
-        return Source(image.id, alias, runtime or self.settings.runtime, limits, None, image.id)
+        # A public template of another tenant can be had by its name alone.
+        named = image.id if image.owner in ("", tenant) else template
+        return Source(named, alias, runtime or self.settings.runtime, limits, None, image.id)
 
     def find_snapshot(self, tenant: str, name: str) -> SnapshotRecord | None:
         found = self.snapshots.get(name)

@@ -45,7 +45,6 @@ class ServeConfig(msgspec.Struct, frozen=True):
     memory: int | None = None
     reserve: int | None = None
     overload: float | None = None
-    share: str = "tenant"
     settings: Settings = Settings()
 
 
@@ -115,7 +114,12 @@ class Server:
             self._lock = StateLock.acquire(config.state)
             self._keys(store)
             self.local = self._given or await assemble(
-                config.state, config.runtimes, config.memory, config.reserve, config.overload
+                config.state,
+                config.runtimes,
+                memory=config.memory,
+                reserve=config.reserve,
+                overload=config.overload,
+                internet=config.settings.internet,
             )
         except BaseException:  # whatever it was: give back what was opened, and pass it on
             store.close()
@@ -207,6 +211,8 @@ class Server:
                 ended = await self.service.kill_all()
         finally:
             await self.service.close()
+            if self.local.templates is not None:
+                await self.local.templates.close()
             self._unlock()
         return ended
 
