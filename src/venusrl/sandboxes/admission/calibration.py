@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from statistics import NormalDist
 
-_STEP = 0.15
-_LEAST, _MOST = 0.5, 4.0
+_STEP = 0.05
+_LEAST, _MOST = 0.75, 4.0
 _SKEW_LIMIT = 2.0
 
 

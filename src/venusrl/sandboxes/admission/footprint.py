@@ -29,6 +29,8 @@ from venusrl.sandboxes.admission.load import STEPS, Load, Newcomer, newcomer
 _SOONEST_S, _LATEST_S = 1.0, 60.0
 _NEVER_S = 3600.0
 _BUSY_CPUS = 0.95
+_GUESSED = 0.05
+"""Forecasts with a larger share of declared sizes tell nothing of the learned ones: they are not checked."""
 
 
 class FootprintConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,7 +148,8 @@ class FootprintAdmission:
             if passed is not None and passed < LOOKAHEADS[1] and forecast.sd > 0.0:
                 deviation = (forecast.still(host) - forecast.mean) / forecast.sd
                 self.calibration.measured(deviation, forecast.allowed)
-        known.forecast = _forecast(host, load, self._quantile)
+        trusted = load.guessed <= _GUESSED * load.mean[0]
+        known.forecast = _forecast(host, load, self._quantile) if trusted else None
 
     def _displace(self, hosts: list[HostView], request: Request, new: Newcomer, elsewhere: int) -> Admit | None:
         """The host where the fewest seconds of resuming buy room for a mandatory request."""

@@ -32,6 +32,9 @@ _SAME_TIME_S = 2.5
 _PRIOR_PAIRS = 20.0
 _FEW = 32
 _CLIP = 8.0
+_CERTAIN = 20.0
+_SELECT = 0.4
+"""What a deviation of one sandbox counts beside its mean when ages are compared: among many others it counts little."""
 
 
 def bucket(age_s: float) -> int:
@@ -186,27 +189,26 @@ class Profile:
 
     def _build(self, index: int) -> Row:
         mean, sd, _ = self._buckets[self._nearest(index)].scaled(1.0)
-        begins, ends = _begins(index), _begins(index + 1)
-        ahead = []
-        for number, wanted in enumerate(LOOKAHEADS):
-            until = LOOKAHEADS[number + 1] if number + 1 < len(LOOKAHEADS) else _HORIZON_S
-            window = range(bucket(begins + wanted), bucket(ends + until) + 1)
-            ahead.append(self._worst(index, window, sd, self._lags[number].value))
+        age_s = 0.5 * (_begins(index) + _begins(index + 1))
+        ahead = [self._worst(age_s, number, sd) for number in range(len(LOOKAHEADS))]
         return Row(mean, self.together, tuple(ahead))
 
-    def _worst(self, index: int, window: range, sd_now: float, persists: float) -> Ahead:
-        """The worst age of the window, for one that is at ``index`` now and deviates by ``sd_now`` there."""
+    def _worst(self, age_s: float, number: int, sd_now: float) -> Ahead:
+        """The worst age from this lookahead to the next, for one of that age that deviates by ``sd_now`` now."""
         newest = self._known[-1]
-        beyond = self._survival(index, newest + 1) if window[-1] > newest else 0.0
+        soonest = age_s + LOOKAHEADS[number]
+        latest = age_s + (LOOKAHEADS[number + 1] if number + 1 < len(LOOKAHEADS) else _HORIZON_S)
+        edge = _begins(newest + 1)
+        beyond = self._survival(age_s, max(soonest, edge)) if latest > edge else 0.0
         worst = (0.0, 0.0, 0.0, 0.0)
-        for there in window:
-            if there > newest:
-                break
+        for there in range(bucket(soonest), min(bucket(latest), newest) + 1):
             nearest = self._nearest(there)
-            mean, sd, skew = self._buckets[nearest].scaled(self._survival(index, there))
-            if mean + 2.0 * sd > worst[0] + 2.0 * worst[1]:
+            alive = self._survival(age_s, max(soonest, _begins(there)))
+            mean, sd, skew = self._buckets[nearest].scaled(alive)
+            if mean + _SELECT * sd > worst[0] + _SELECT * worst[1]:
                 worst = (mean, sd, skew, sd / math.sqrt(self._samples(nearest)))
         mean, sd, skew, error = worst
+        persists = self._lags[number].value
         left = math.sqrt(1.0 - persists * persists)
         slope = persists * sd / sd_now if sd_now > 0.0 else 0.0
         return Ahead(mean, slope, sd * left, skew * left, error, beyond)
@@ -229,14 +231,17 @@ class Profile:
         above = [one for one in self._known if one > index][:1]
         return max(below + above, key=lambda one: self._buckets[one].scaled(1.0)[0])
 
-    def _survival(self, index: int, there: int) -> float:
-        """The probability that one alive at ``index`` lives to ``there``."""
-        found = 1.0
-        for passed in range(index, there):
-            one = self._buckets.get(passed)
-            if one is not None and one.left + one.ended > 0.0:
-                found *= one.left / (one.left + one.ended)
-        return found
+    def _survival(self, age_s: float, later_s: float) -> float:
+        """The probability that one alive at one age lives to a later one."""
+        hazard = 0.0
+        for index in range(bucket(age_s), bucket(later_s) + 1):
+            one = self._buckets.get(index)
+            if one is None or one.ended <= 0.0:
+                continue
+            begins, ends = _begins(index), _begins(index + 1)
+            part = (min(ends, later_s) - max(begins, age_s)) / (ends - begins)
+            hazard += max(0.0, part) * (math.log((one.left + one.ended) / one.left) if one.left > 0.0 else _CERTAIN)
+        return math.exp(-hazard)
 
 
 class Learned:

@@ -51,6 +51,7 @@ class Load:
         self._learned = learned
         self.shared = float(shared)
         self._fixed = 0.0
+        self._guessed = 0.0
         self._alike: dict[tuple[str, str, int], _Alike] = {}
         self._sums: _Sums | None = None
 
@@ -67,6 +68,7 @@ class Load:
                 row = _row(self._learned, view.template, view.age_s)
                 if row is None:
                     self._fixed += most
+                    self._guessed += most
                     self._sums = None
                     return
                 alike = self._alike[key] = _Alike(row)
@@ -78,6 +80,11 @@ class Load:
     @property
     def mean(self) -> list[float]:
         return self._settled().mean
+
+    @property
+    def guessed(self) -> float:
+        """How much of the first lookahead's mean is declared size, for want of knowledge."""
+        return self._guessed + self._settled().guessed
 
     def spread(self, step: int, new: Newcomer | None = None) -> tuple[float, float]:
         """Deviation and skewness of the total at a lookahead, with a newcomer if given."""
@@ -146,6 +153,7 @@ class _Sums:
 
     def __init__(self, fixed: float) -> None:
         self.most = fixed
+        self.guessed = 0.0
         self.mean = [fixed for _ in STEPS]
         self.variance = [0.0 for _ in STEPS]
         self.third = [0.0 for _ in STEPS]
@@ -163,6 +171,7 @@ class _Sums:
             mean = max(0.0, count * ahead.mean + ahead.slope * alike.excess) + ahead.unknown * alike.most
             largest = max(largest, mean)
             self.mean[step] += mean
+            self.guessed += ahead.unknown * alike.most if step == 0 else 0.0
             self.variance[step] += apart * ahead.sd**2
             self.third[step] += apart * ahead.skew**3
             sd, skew = common[step]
