@@ -9,9 +9,10 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from venusrl.sandboxes.manager import app, keys
+from venusrl.sandboxes.manager import app, keys, routes_nodes
 from venusrl.sandboxes.manager.asks import Settings
 from venusrl.sandboxes.manager.records import Key
+from venusrl.sandboxes.manager.routes_nodes import Connector
 from venusrl.sandboxes.manager.service import Service
 from venusrl.sandboxes.manager.store import Store
 from venusrl.sandboxes.manager.tokens import Secret
@@ -77,13 +78,19 @@ def fake_hosts(clock: VirtualClock, count: int = 1, **options: Any) -> list[Fake
 
 @asynccontextmanager
 async def environment(
-    state: Path, *, hosts: list[FakeHost] | None = None, clock: VirtualClock | None = None, **settings: Any
+    state: Path,
+    *,
+    hosts: list[FakeHost] | None = None,
+    clock: VirtualClock | None = None,
+    connect: Connector | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Environment]:
     clock = clock or VirtualClock()
     made = Environment(state, fake_hosts(clock) if hosts is None else hosts, clock, Settings(**settings))
     made.key, made.text = made.new_key()
+    routes_nodes.add_known(made.service, connect)
     await made.service.start()
-    server = app.build(made.service, admin_key=ADMIN, join_key=JOIN)
+    server = app.build(made.service, admin_key=ADMIN, join_key=JOIN, connect=connect)
     async with TestClient(TestServer(server)) as client:
         made.client = client
         try:

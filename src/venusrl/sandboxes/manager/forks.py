@@ -51,7 +51,7 @@ class Forks:
             limits=record.limits,
             memory=info.memory,
             bytes=info.bytes,
-            created=max(manager.clock.time(), info.created),
+            created=manager.book.created_now(),
             names=(name,) if name else (),
         )
         unnamed = [
