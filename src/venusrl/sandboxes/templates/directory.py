@@ -60,14 +60,18 @@ _ETC = (
     "ld.so.conf",
     "ld.so.conf.d",
     "mime.types",
-    "nsswitch.conf",
-    "profile",
     "profile.d",
     "protocols",
     "services",
     "skel",
     "terminfo",
 )
+_ETC_MADE = {
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\n",
+    "profile": "export PATH=${PATH:-/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin}\n",
+    "resolv.conf": "",
+}
 _MADE = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "home": 0o755, "proc": 0o755, "sys": 0o755, "dev": 0o755}
 _LOCAL = ("bin", "lib", "sbin", "share")
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -111,7 +115,8 @@ def copy_base(layer: Path, root: Path = Path("/")) -> None:
         master = root / f"usr/share/base-passwd/{name}.master"
         text = master.read_text() if master.exists() else "root:x:0:0:root:/root:/bin/bash\n"
         copier.made(layer / "etc" / name, text)
-    copier.made(layer / "etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
+    for name, text in _ETC_MADE.items():
+        copier.made(layer / "etc" / name, text)
     for name, mode in _MADE.items():
         (layer / name).mkdir(parents=True, exist_ok=True)
         (layer / name).chmod(mode)

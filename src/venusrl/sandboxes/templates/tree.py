@@ -65,9 +65,9 @@ def privileged() -> bool:
     return os.geteuid() == 0
 
 
-def mark_opaque(directory: Path) -> None:
-    """Hide what lower layers have in ``directory``."""
-    os.setxattr(directory, _OPAQUE[0] if privileged() else _OPAQUE[1], b"y", follow_symlinks=False)
+def mark_opaque(directory: int) -> None:
+    """Hide what lower layers have in the open ``directory``."""
+    os.setxattr(directory, _OPAQUE[0] if privileged() else _OPAQUE[1], b"y")
 
 
 def make_whiteout(path: Path) -> None:

@@ -112,6 +112,7 @@ def unpack(source: _Readable, root: Path, bounds: Bounds, what: str) -> Unpacked
     ``what`` names it in messages. Padding and names count for themselves: an archive's bytes get some more.
     """
     reader = Hashing(source, bounds.bytes + bounds.entries * 2048, what)
+    reader.header_next()  # opening reads the first one
     unpacker = _Unpacker(root, bounds, what)
     try:
         with tarfile.open(fileobj=reader, mode="r|", errors="surrogateescape") as archive:  # type: ignore[call-overload]
@@ -211,8 +212,8 @@ class _Unpacker:
             self._apply_whiteout(path)
         for path in self._opaque:
             self._make_folders(path)
-            with _Descriptor(self._open_folder(path)) as fd:
-                tree.mark_opaque(Path(f"/proc/self/fd/{fd}/."))
+            with _Descriptor(self._open_folder(path, os.O_RDONLY)) as fd:
+                tree.mark_opaque(fd)
         self._directories.setdefault("", (0o755, 0, 0, 0))
         for path in sorted(self._directories, key=lambda p: p.count("/") + bool(p), reverse=True):
             mode, uid, gid, mtime = self._directories[path]
