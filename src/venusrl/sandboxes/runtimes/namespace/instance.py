@@ -95,6 +95,7 @@ class NamespaceInstance:
         self._agent: Agent | None = None
         self._over = asyncio.Event()
         self._ending = False
+        self._end: asyncio.Task[None] | None = None
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._oom_seen = 0
 
@@ -102,7 +103,12 @@ class NamespaceInstance:
 
     async def launch(self, files: Path | None) -> None:
         """Start it and settle its agent. Raises SandboxError; then ``kill`` is still to be called."""
-        self.watch(await self._maker.begin(self._spec, files))
+        init = await self._maker.begin(self._spec, files)
+        try:
+            self.watch(init)
+        except SandboxGone:
+            await self._maker.clear(self._spec.id, init.base)
+            raise
         await self._settle()
         await self._maker.egress.connect(self._spec.id, self._pid(), self._spec.network)
 
@@ -233,9 +239,10 @@ class NamespaceInstance:
         return await asyncio.shield(self._died)
 
     async def kill(self) -> None:
-        if self._state != "ended":
-            self._ending = True
-            await asyncio.shield(self._maker.supervise(self._kill(), f"end of sandbox {self._spec.id}"))
+        self._ending = True
+        if self._end is None:
+            self._end = self._maker.supervise(self._kill(), f"end of sandbox {self._spec.id}")
+        await asyncio.shield(self._end)
 
     def out_of_memory(self) -> bool:
         """Whether the kernel has killed something in it for want of memory since this was last asked."""
@@ -285,11 +292,9 @@ class NamespaceInstance:
             self._ending = True
             if not self._died.done():
                 self._died.set_result(cause)
-            self._maker.supervise(self._kill(), f"end of sandbox {self._spec.id}")
+            self._end = self._maker.supervise(self._kill(), f"end of sandbox {self._spec.id}")
 
     async def _kill(self) -> None:
-        if self._state == "ended":
-            return
         self._state = "ended"
         await self._end_processes()
         kept = self._maker.kept(self._spec.id)

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from venusrl.sandboxes.agent import build, client
-from venusrl.sandboxes.agent.api import Agent
+from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec
 from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, SandboxGone
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
 from venusrl.sandboxes.runtimes.namespace import groups, orders, pageout, userns
@@ -38,6 +38,7 @@ from venusrl.sandboxes.runtimes.namespace.link import ForgeLink
 from venusrl.sandboxes.templates.api import Image
 
 _KEPT = "paused"
+_READY_S, _READY_EVERY_S = 25.0, 0.1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
@@ -293,5 +294,22 @@ class NamespaceRuntime:
 
 
 async def preload(agent: Agent, image: Image) -> None:
-    """Run a template's start command and wait until it is ready."""
-    return
+    """Run a template's start command and wait until it is ready. Raises SandboxError."""
+    assert image.start is not None
+    shell = ("/bin/sh", "-c")
+    cwd = image.workdir
+    started = await agent.start(ProcessSpec((*shell, image.start.command), image.user, cwd=cwd, tag="start"))
+    await started.detach()
+    if not image.start.ready:
+        return
+    deadline = asyncio.get_running_loop().time() + _READY_S
+    while True:
+        check = await agent.start(ProcessSpec((*shell, image.start.ready), image.user, cwd=cwd))
+        code = [event.code async for event in check.events() if isinstance(event, Exit)]
+        if code == [0]:
+            return
+        if asyncio.get_running_loop().time() > deadline:
+            raise SandboxError(
+                f"the template {image.name} was not ready {_READY_S:.0f} s after its start command began"
+            )
+        await asyncio.sleep(_READY_EVERY_S)
