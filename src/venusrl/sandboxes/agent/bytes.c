@@ -1,7 +1,10 @@
 /* Buffers that give their memory back when empty, and little-endian fields in and out of them. */
 #include "agent.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
+
+enum { MAPPED = 8192 };
 
 void *must(void *allocated)
 {
@@ -13,6 +16,25 @@ void *must(void *allocated)
     return allocated;
 }
 
+/* Small ones come from the heap; large ones are mapped, so that their pages go back as soon as they are empty. */
+static void grow(struct buf *b, size_t cap)
+{
+    if (cap < MAPPED) {
+        b->p = must(realloc(b->p, cap));
+    } else if (b->cap >= MAPPED) {
+        void *p = mremap(b->p, b->cap, cap, MREMAP_MAYMOVE);
+        b->p = must(p == MAP_FAILED ? NULL : p);
+    } else {
+        void *p = mmap(NULL, cap, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        must(p == MAP_FAILED ? NULL : p);
+        if (b->len)
+            memcpy(p, b->p, b->len);
+        free(b->p);
+        b->p = p;
+    }
+    b->cap = cap;
+}
+
 void buf_add(struct buf *b, const void *data, size_t n)
 {
     if (n == 0)
@@ -22,13 +44,11 @@ void buf_add(struct buf *b, const void *data, size_t n)
             memmove(b->p, b->p + b->start, b->len);
             b->start = 0;
         }
-        if (b->len + n > b->cap) {
-            size_t cap = b->cap ? b->cap : 256;
-            while (cap < b->len + n)
-                cap *= 2;
-            b->p = must(realloc(b->p, cap));
-            b->cap = cap;
-        }
+        size_t cap = b->cap ? b->cap : 256;
+        while (cap < b->len + n)
+            cap *= 2;
+        if (cap > b->cap)
+            grow(b, cap);
     }
     memcpy(b->p + b->start + b->len, data, n);
     b->len += n;
@@ -44,7 +64,10 @@ void buf_take(struct buf *b, size_t n)
 
 void buf_free(struct buf *b)
 {
-    free(b->p);
+    if (b->cap >= MAPPED)
+        munmap(b->p, b->cap);
+    else
+        free(b->p);
     *b = (struct buf){0};
 }
 

@@ -114,7 +114,7 @@ class AgentClient:
         try:
             payload = await self._expect(channel, wire.STARTED)
             pid, shown = _understood(_numbered, payload)
-        except BaseException:
+        except BaseException:  # cancelled too: nobody else will end it
             channel.close()
             raise
         channel.took(5 + len(payload))
@@ -216,7 +216,7 @@ class AgentClient:
         channel = self._line.open(wire.opened(wire.CONNECT, wire.u32(port)), last=False)
         try:
             await self._expect(channel, wire.STARTED)
-        except BaseException:
+        except BaseException:  # cancelled too: nobody else will close it
             _leave(channel)
             raise
         return _Connection(channel)
@@ -344,6 +344,8 @@ def _shown(spec: ProcessSpec) -> bytes:
 
 
 def _spec(shown: bytes) -> ProcessSpec:
+    if not shown:
+        return ProcessSpec((), "")  # it ended: only its exit is remembered
     try:
         return msgspec.msgpack.decode(shown, type=ProcessSpec)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

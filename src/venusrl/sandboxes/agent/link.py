@@ -25,6 +25,7 @@ from venusrl.sandboxes.protocol import SandboxError, SandboxGone
 _LOG = logging.getLogger(__name__)
 _READ = 1 << 17
 _HELLO_S = 10.0
+_PARTING_S = 1.0
 _PAUSE_S = (0.01, 0.5)
 """Between two attempts to connect: at first, at most."""
 
@@ -182,6 +183,7 @@ class Channel:
         if taken > 0:
             del self.out[:taken]
             self.base += taken
+            self._line.wake()  # there is room for more
         if self.last_sent and offset == self.sent + 1:
             self.last_acked = True
         self._wake()
@@ -239,6 +241,7 @@ class Line:
         self._failure: SandboxError | None = None
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
 
     def open(self, first: bytes, *, last: bool = True) -> Channel:
         """A new stream. ``last``: nothing follows its open."""
@@ -263,7 +266,6 @@ class Line:
 
     def drop(self, channel: Channel) -> None:
         if self._channels.pop(channel.number, None) is not None:
-            self._acks.pop(channel.number, None)
             self._resets.append(channel.number)
             self._work.set()
 
@@ -272,6 +274,12 @@ class Line:
         self._channels.pop(channel.number, None)
 
     async def close(self) -> None:
+        """What was taken is still said, so that whoever comes next does not get it again."""
+        if self._writer is not None:
+            with contextlib.suppress(OSError, TimeoutError):
+                self._writer.write(self._compose())
+                async with asyncio.timeout(_PARTING_S):
+                    await self._writer.drain()
         self._fail(SandboxGone("the connection to the sandbox was closed"))
         if self._task is not None:
             self._task.cancel()
@@ -338,11 +346,13 @@ class Line:
                 if sender is None and frames:
                     self._greeted(frames.pop(0), listed)
                     sender = asyncio.create_task(self._send(writer), name="to a sandbox's agent")
+                    self._writer = writer
                 for frame in frames:
                     self._on_frame(frame)
         except (OSError, TimeoutError):
             pass
         finally:
+            self._writer = None
             if sender is not None:
                 sender.cancel()
                 await asyncio.gather(sender, return_exceptions=True)

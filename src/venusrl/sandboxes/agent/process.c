@@ -468,6 +468,8 @@ int64_t processes_tick(int64_t now)
             stream_close(s);
         }
         bool over = p->finished && !p->stream && ++remembered;
+        if (over)
+            buf_free(&p->shown); /* its number and its end are enough */
         if ((over && (remembered > REMEMBERED || p->exited_at + REMEMBERED_MS < now)) || (p->failed && p->exited))
             forget(p);
     }
