@@ -20,6 +20,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import shutil
 import ssl
 import subprocess
 import sys
@@ -108,20 +109,29 @@ def environment(service: Service, tls_port: int, authority: Path, files: dict[st
 async def run_suite(args: argparse.Namespace, sdk: str, service: Service, folder: Path) -> dict[str, dict[str, Any]]:
     """Every test that is not excluded: its outcome, seconds and, where it failed, why."""
     files = {"results": folder / "results.jsonl", "excluded": folder / "excluded.json"}
-    collected = await pytest(args, ["--collect-only"], environment(service, 0, folder / "none", files))
+    # Without the checkout's own e2b beside them: the installed one is measured.
+    copied(args.tests, folder / "suite")
+    collected = await pytest(args, folder, ["--collect-only"], environment(service, 0, folder / "none", files))
     files["excluded"].write_text(json.dumps([test for test in collected if reason(test, sdk) is not None]))
     where = urlsplit(service.url)
     async with tls_front(folder, where.hostname or "127.0.0.1", where.port or 80) as (port, authority):
-        return await pytest(args, ["--timeout", "120"], environment(service, port, authority, files))
+        return await pytest(args, folder, ["--timeout", "120"], environment(service, port, authority, files))
 
 
-async def pytest(args: argparse.Namespace, options: list[str], variables: dict[str, str]) -> dict[str, dict[str, Any]]:
+async def pytest(
+    args: argparse.Namespace, folder: Path, options: list[str], variables: dict[str, str]
+) -> dict[str, dict[str, Any]]:
     command = [args.python, "-m", "pytest", "-q", "-p", "e2b_conformance_plugin", "-p", "no:cacheprovider", *options]
     process = await asyncio.create_subprocess_exec(
-        *command, "tests", cwd=args.tests, env={**variables, "CONFORMANCE_ONLY": args.only}, stdout=sys.stderr
+        *command, "tests", cwd=folder / "suite", env={**variables, "CONFORMANCE_ONLY": args.only}, stdout=sys.stderr
     )
     await process.wait()
     return written(Path(variables["CONFORMANCE_RESULTS"]))
+
+
+def copied(checkout: Path, to: Path) -> None:
+    shutil.copytree(checkout / "tests", to / "tests")
+    shutil.copy(checkout / "pytest.ini", to)
 
 
 def written(results: Path) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,9 @@ DOMAIN = os.environ["CONFORMANCE_DOMAIN"]
 TLS_PORT = int(os.environ["CONFORMANCE_TLS_PORT"])
 ONLY = os.environ.get("CONFORMANCE_ONLY", "*")
 RESULTS = os.environ["CONFORMANCE_RESULTS"]
+SERVICE_VARIABLES = ("E2B_API_URL", "E2B_SANDBOX_URL", "E2B_DOMAIN")
+WITHOUT_SERVICE = ("tests/test_*.py::*", "tests/shared/[!g]*", "*/test_config_propagation.py::*")
+"""These look at the client alone, and expect the defaults of its addresses."""
 _resolve = socket.getaddrinfo
 
 
@@ -33,6 +36,13 @@ socket.getaddrinfo = _getaddrinfo
 def _write(test: str, outcome: str, seconds: float = 0.0, why: str = "") -> None:
     with open(RESULTS, "a") as file:
         file.write(json.dumps({"test": test, "outcome": outcome, "seconds": round(seconds, 2), "why": why}) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _no_service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if any(fnmatch.fnmatchcase(request.node.nodeid, pattern) for pattern in WITHOUT_SERVICE):
+        for name in SERVICE_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""A service to measure against: `venusrl env serve` on a free port of loopback, or one that runs."""
+"""A service to measure against: one of our own on a free port of loopback, or one that runs already."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from venusrl.sandboxes.manager.serve import ServeConfig, Server
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,13 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def started(url: str, key: str, state: Path, domain: str) -> AsyncIterator[Service]:
-    if not url or not key:
-        raise SystemExit(f"give --api-url and --key ({state}, {domain})")
-    yield Service(url, key)
+    """``url`` "" = start one, with its state below ``state``; its sandboxes end with it."""
+    if url:
+        yield Service(url, key)
+        return
+    server = Server(ServeConfig(state=state, listen="127.0.0.1:0", domain=domain))
+    await server.start()
+    try:
+        yield Service(server.url, server.api_key)
+    finally:
+        await server.stop(kill=True)

@@ -53,13 +53,13 @@ class ServerStream:
         on_deadline: Callable[[], Awaitable[None]] | None = None,
         on_gone: Callable[[float], None] | None = None,
     ) -> web.StreamResponse:
-        """``events`` yields messages; it may raise Fault or SandboxError, which ends the stream. ``on_deadline`` is
+        """``events`` yields messages; it may raise Fault or SandboxError, which ends the stream (SandboxGone and
+        SandboxPaused before the first message are the caller's to answer). ``on_deadline`` is
         awaited when the client's deadline passes; ``on_gone`` is told how many seconds were left of it when the
         client went away before."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         limit = deadline_s(self._request.headers)
-        await self._response.prepare(self._request)
         try:
             async with contextlib.aclosing(events):
                 fault = await self._pump(events, limit)
@@ -74,6 +74,8 @@ class ServerStream:
             if isinstance(left, asyncio.CancelledError):
                 raise
         except (SandboxGone, SandboxPaused):
+            if not self._response.prepared:
+                raise
             self._drop()
         return self._response
 
@@ -118,6 +120,9 @@ class ServerStream:
     async def _write(self, data: bytes) -> None:
         try:
             async with asyncio.timeout(STALL_S):
+                if not self._response.prepared:
+                    # Not before there is something to say: a client that is answered early may stop sending.
+                    await self._response.prepare(self._request)
                 await self._response.write(data)
         except (ConnectionError, TimeoutError):
             raise ClientGone from None
