@@ -10,6 +10,7 @@ How a runtime starts it. The program comes from ``await build.program()`` (a pat
   No environment is needed. It must be root of its user namespace, with CAP_SETUID, CAP_SETGID, CAP_KILL and, so that
   root inside is root, CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID; a new devpts at /dev/pts, /proc, /dev/ptmx.
   CAP_SYS_ADMIN only if ``Settings.hostname`` is to be set from inside.
+* gVisor: ``agent --unix PATH``, as PID 1: it makes the socket itself, in a directory of the host's that is mounted in.
 * virtual machine: ``agent --port /dev/virtio-ports/NAME``, as root, from init (or as init). It waits for the device.
   On the host QEMU's chardev is a Unix socket (``server=on,wait=off``): ``AgentClient(client.unix(path))`` as well.
 

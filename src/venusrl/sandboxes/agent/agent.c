@@ -118,8 +118,9 @@ static void serve(void)
 int main(int argc, char **argv)
 {
     bool port = argc == 3 && strcmp(argv[1], "--port") == 0;
-    if (!port && !(argc == 3 && strcmp(argv[1], "--fd") == 0)) {
-        fprintf(stderr, "use: agent --fd N (a listening socket) | agent --port PATH (a virtio-serial device)\n");
+    bool bound = argc == 3 && strcmp(argv[1], "--unix") == 0;
+    if (!port && !bound && !(argc == 3 && strcmp(argv[1], "--fd") == 0)) {
+        fprintf(stderr, "use: agent --fd N (a listening socket) | --unix PATH (one to make) | --port PATH (a device)\n");
         return 64;
     }
     guard();
@@ -137,6 +138,8 @@ int main(int argc, char **argv)
     in_vm = port;
     if (port)
         link_port(argv[2]);
+    else if (bound)
+        link_bind(argv[2]);
     else
         link_listen(atoi(argv[2]));
     processes_reap();

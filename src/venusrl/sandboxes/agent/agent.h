@@ -123,14 +123,11 @@ int64_t streams_tick(int64_t now); /* the next time of interest, or -1 */
 /* -- link.c: frames over the connection */
 
 void link_listen(int fd);
+void link_bind(const char *path);
 void link_port(const char *path);
 void link_send(void);
 void link_reset(uint32_t id); /* tell the host that a stream is no more */
 int64_t link_tick(int64_t now);
-#ifdef FUZZ
-void link_bytes(const unsigned char *data, size_t n);
-#endif
-
 /* -- operations */
 
 void operation(struct stream *s, struct reader *r); /* dispatch on the operation's byte */

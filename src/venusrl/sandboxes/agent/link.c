@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 enum { FRAME = HEADER + PAYLOAD + TRAILER, RUN = 64, FIN = 1, HELLO_FIXED = 8 + 4 + 1 + 16 + 16 + 4, RETRY_MS = 200 };
@@ -375,20 +376,6 @@ static void parse_all(void)
     in_len -= at;
 }
 
-#ifdef FUZZ
-void link_bytes(const unsigned char *data, size_t n)
-{
-    while (n) {
-        size_t step = n < sizeof in - in_len ? n : sizeof in - in_len;
-        memcpy(in + in_len, data, step);
-        in_len += step;
-        data += step;
-        n -= step;
-        parse_all();
-    }
-}
-#endif
-
 static void on_connection(struct watch *w, uint32_t events)
 {
     (void)events;
@@ -433,6 +420,19 @@ void link_listen(int fd)
     fcntl(fd, F_SETFL, O_NONBLOCK);
     watch_init(&listener, fd, on_listener, NULL);
     watch_set(&listener, EPOLLIN);
+}
+
+void link_bind(const char *path)
+{
+    struct sockaddr_un at = {.sun_family = AF_UNIX};
+    if (strlen(path) >= sizeof at.sun_path)
+        _exit(64);
+    strcpy(at.sun_path, path);
+    unlink(path);
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    if (fd < 0 || bind(fd, (struct sockaddr *)&at, sizeof at) < 0)
+        _exit(72);
+    link_listen(fd);
 }
 
 void link_port(const char *path)
