@@ -121,7 +121,8 @@ async def run_suite(args: argparse.Namespace, sdk: str, service: Service, folder
 async def pytest(
     args: argparse.Namespace, folder: Path, options: list[str], variables: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    command = [args.python, "-m", "pytest", "-q", "-p", "e2b_conformance_plugin", "-p", "no:cacheprovider", *options]
+    command = [args.python, "-m", "pytest", "-q", "-p", "e2b_conformance_plugin", "-p", "no:cacheprovider"]
+    command += ["--continue-on-collection-errors", *options]
     process = await asyncio.create_subprocess_exec(
         *command, "tests", cwd=folder / "suite", env={**variables, "CONFORMANCE_ONLY": args.only}, stdout=sys.stderr
     )
@@ -156,11 +157,16 @@ def compare(sdk: str, found: dict[str, Any], committed: dict[str, Any], only: st
 
 
 def report(sdk: str, args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    excluded: dict[str, str | None] = {}
     outcomes: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for test, result in sorted(found.items()):
-        if result["outcome"] in outcomes:
-            outcomes[result["outcome"]].append(test)
-    excluded = {test: reason(test, sdk) for test, result in sorted(found.items()) if result["outcome"] == "excluded"}
+        outcome = result["outcome"]
+        if outcome == "uncollectable":
+            outcome = "excluded" if reason(test, sdk) else "failed"
+        if outcome == "excluded":
+            excluded[test] = reason(test, sdk)
+        else:
+            outcomes[outcome].append(test)
     counts = {name: len(tests) for name, tests in outcomes.items()} | {"excluded": len(excluded)}
     return {
         "tests_commit": COMMITS.get(sdk, "unknown"),

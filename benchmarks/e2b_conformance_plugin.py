@@ -60,6 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in wanted if item.nodeid not in excluded]
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        # The whole module: its tests have no ids.
+        _write(report.nodeid, "uncollectable", why=report.longreprtext.strip().splitlines()[-1])
+
+
 class _Outcomes:
     """One line a test: a failure of its set-up or tear-down is its own."""
 

@@ -155,7 +155,7 @@ class Gateway:
                 await self._directory.disputed(where.sandbox, error)
             except SandboxError:
                 raise Answered(_port_closed(where)) from None
-        raise Answered(_transitioning(where.sandbox))
+        raise Answered(self._unanswered(where))
 
     def permit(self, where: Address, headers: CIMultiDict[str]) -> None:
         """Check the traffic token that a port other than E2B's own asks for. Raises Answered."""
@@ -208,7 +208,15 @@ class Gateway:
                     break
             except SandboxError as error:
                 return answers.sandbox_answer(502, where.sandbox, f"The sandbox could not be reached: {error}")
-        raise Answered(_transitioning(where.sandbox))
+        raise Answered(self._unanswered(where))
+
+    def _unanswered(self, where: Address) -> web.Response:
+        """It was tried as often as is sensible, and its host would not have it."""
+        route = self._directory.find(where.sandbox)
+        if route is None:
+            return _not_found(where.sandbox)
+        # Running, says the manager: then what answers inside is what is missing.
+        return _port_closed(where) if route.state == "running" else _transitioning(where.sandbox)
 
     async def _reachable(self, where: Address) -> Host:
         """Where the sandbox runs; waits while it is in transit and wakes it where traffic may. Raises Answered."""
