@@ -37,7 +37,8 @@ CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 31})
 _FILES_PER_MIB = 256
 _SHM_MIB = 64
 _OPEN_FILES = 65536
-_OOM_SCORE = "600"
+_OOM_SCORE = "300"
+"""When the whole machine runs out of memory, a sandbox goes before the service; the agent sets its commands higher."""
 _AGENT_PIDS = 2
 """The agent itself, and one it is just starting."""
 _FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -53,7 +54,7 @@ _MASKED: tuple[str, ...] = (
     "interrupts",
     "kallsyms",
 )
-_MASKED += ("modules", "config.gz", "cmdline", "partitions", "diskstats", "swaps", "sysrq-trigger")
+_MASKED += ("iomem", "ioports", "modules", "config.gz", "cmdline", "partitions", "diskstats", "swaps", "sysrq-trigger")
 _MASKED_FOLDERS = ("acpi", "asound", "scsi", "bus", "driver", "irq")
 _READ_ONLY = ("sys", "fs")
 _AGENT = AGENT_LISTENER + 1
