@@ -89,6 +89,7 @@ struct stream {
     bool opened, drop, ack_due, stop_due;
     uint64_t in_next; /* the next byte the host sends has this offset */
     struct buf in;    /* received, not yet taken */
+    uint64_t stop_at; /* in_stopped: what came from here on was thrown away */
     bool in_fin, in_stopped, in_fin_done;
     uint64_t out_base, out_sent; /* of out's first byte; of the next to send */
     struct buf out;

@@ -94,8 +94,8 @@ class Followed:
         if not self.spec.stdin and self.spec.pty is None:
             raise AgentError("failed_precondition", f"process {self.pid} was started without an input")
         async with self._sending:
-            refused = self._channel.last or not await self._channel.write(data) or not await self._channel.settled()
-        if refused or self._channel.stopped:
+            taken = not self._channel.last and await self._channel.write(data) and await self._channel.settled()
+        if not taken:
             raise AgentError("failed_precondition", f"process {self.pid} takes no input any more")
 
     def close_stdin(self) -> None:

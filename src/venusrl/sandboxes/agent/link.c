@@ -100,7 +100,7 @@ static bool send_stream(struct stream *s)
     if (!s->id)
         return true;
     if (s->stop_due) {
-        if (!frame_empty(s->id, F_STOP, 0))
+        if (!frame_empty(s->id, F_STOP, s->stop_at))
             return false;
         s->stop_due = false;
     }

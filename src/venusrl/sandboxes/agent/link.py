@@ -48,7 +48,9 @@ class Channel:
         self.queue: deque[tuple[int, bytes, int]] = deque()
         self.received = 0
         self.ended = False
+        self.stop_at = 0
         self.out = bytearray(first)
+        self.written = len(first)
         self.base = 0
         self.sent = 0
         self.last = last
@@ -101,6 +103,7 @@ class Channel:
                 return False
             room = wire.WINDOW - len(self.out)
             self.out += view[:room]
+            self.written += len(view[:room])
             view = view[room:]
             self._line.wake()
         return True
@@ -113,7 +116,7 @@ class Channel:
     async def settled(self, timeout_s: float | None = None) -> bool:
         """Once all input was taken; False when it never will be."""
         await self._until(lambda: not self.out and (self.last_acked or not self.last), timeout_s)
-        return not self.out
+        return self.written <= self.stop_at if self.stopped else not self.out
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
         with self._deadline(timeout_s):
@@ -188,8 +191,8 @@ class Channel:
             self.last_acked = True
         self._wake()
 
-    def on_stop(self) -> None:
-        self.stopped = True
+    def on_stop(self, offset: int) -> None:
+        self.stopped, self.stop_at = True, offset
         self._wake()
 
     def next_frame(self) -> bytes | None:
@@ -413,7 +416,7 @@ class Line:
         elif frame.kind == wire.ACK:
             channel.on_ack(frame.offset)
         elif frame.kind == wire.STOP:
-            channel.on_stop()
+            channel.on_stop(frame.offset)
         elif frame.kind == wire.RESET:
             self.forget(channel)
             channel.fail(AgentError("unavailable", "the sandbox let go of it"))

@@ -546,7 +546,8 @@ void process_attach(struct stream *s, struct reader *r)
     if (before->out.len > skip)
         buf_add(&s->out, buf_data(&before->out) + skip, before->out.len - skip);
     s->out_fin = before->out_fin;
-    s->in_stopped = s->stop_due = before->in_stopped;
+    if (before->in_stopped)
+        stream_stop_input(s);
     link_reset(before->id);
     move_ends(before, s);
     stream_close(before);

@@ -69,10 +69,12 @@ void stream_error(struct stream *s, enum code code, const char *format, ...)
 
 void stream_stop_input(struct stream *s)
 {
+    if (!s->in_stopped) {
+        s->in_stopped = s->stop_due = true;
+        s->stop_at = s->in_next - s->in.len;
+    }
     buf_free(&s->in);
     s->ack_due = true;
-    if (!s->in_stopped)
-        s->in_stopped = s->stop_due = true;
     watch_close(&s->sink);
 }
 

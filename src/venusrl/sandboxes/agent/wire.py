@@ -9,8 +9,8 @@ Guarantees: bytes of an agent are an enemy's: whatever they hold, parsing ends i
 
 A frame is u32 stream, u8 kind, u8 flags, u16 zero, u32 length, u64 offset, payload, u32 trailer (little-endian).
 DATA carries bytes of a stream from ``offset`` on, flag 1 = these are its last; ACK: everything before ``offset`` was
-taken (the end counts as one); RESET: the stream is no more; STOP: its input is not wanted any more; HELLO begins a
-connection, BYE refuses it. A stream's first bytes to the agent are its open; what comes back is records.
+taken (the end counts as one); RESET: the stream is no more; STOP: its input is not wanted from ``offset`` on; HELLO
+begins a connection, BYE refuses it. A stream's first bytes to the agent are its open; what comes back is records.
 """
 
 from __future__ import annotations
