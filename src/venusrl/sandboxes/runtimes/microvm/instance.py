@@ -1,0 +1,290 @@
+"""One sandbox as a virtual machine.
+
+Owns: its states (running, paused with memory, paused with files only), what is kept of it on disk, its fresh identity
+after every start. Must not know: how templates are made, who else is on the host.
+
+Guarantees: those of ``runtimes.base.Instance``. A pause that fails leaves the sandbox running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from venusrl.sandboxes.agent.api import Agent, Settings
+from venusrl.sandboxes.agent.client import AgentClient, unix
+from venusrl.sandboxes.protocol import BadPath, RuntimeUnavailable, SandboxError, SandboxGone, SandboxPaused
+from venusrl.sandboxes.runtimes.base import Footprint, Network, Snapshot, Spec
+from venusrl.sandboxes.runtimes.microvm import state
+from venusrl.sandboxes.runtimes.microvm.idle import IdleAgent, IdlePolicy
+from venusrl.sandboxes.runtimes.microvm.template import Made
+from venusrl.sandboxes.runtimes.microvm.vm import Vm, VmRecord, copy_sparse
+
+RUNTIME = "microvm"
+Kept = Literal["running", "memory", "files"]
+_ENTROPY_BYTES = 128
+_SETTLE_S = 60.0
+NO_NETWORK = "virtual machines have no network card yet: use the namespace runtime for a sandbox that reaches outside"
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What ``adopt`` needs."""
+
+    spec: Spec
+    kept: Kept
+    vm: VmRecord | None
+    store: str
+
+
+class Maker(Protocol):
+    """What an instance asks of its runtime."""
+
+    policy: IdlePolicy
+    filter_program: str
+
+    async def start_vm(self, spec: Spec, made: Made, kept: Path | None, *, memory: bool) -> Vm:
+        """A stopped machine: the template's clone, or (``kept``) with that directory's overlay and memory."""
+        ...
+
+    def gone(self, instance: MicroVm) -> None: ...
+
+
+class MicroVm:
+    """An ``Instance``. ``store``: its own directory for what a pause keeps."""
+
+    def __init__(self, spec: Spec, made: Made, maker: Maker, store: Path, vm: Vm | None, kept: Kept) -> None:
+        self._spec = spec
+        self._maker = maker
+        self._store = store
+        self._kept: Kept = kept
+        self._agent: IdleAgent | None = None
+        self._killed = False
+        self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watch: asyncio.Task[None] | None = None
+        self.made = made
+        self.vm = vm
+
+    @property
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    def agent(self) -> Agent:
+        if self._kept != "running":
+            raise SandboxPaused(f"sandbox {self._spec.id} is paused")
+        if self._agent is None or self.vm is None or not self.vm.alive:
+            raise SandboxGone(f"sandbox {self._spec.id} has ended")
+        return self._agent
+
+    def record(self) -> bytes:
+        found = Record(self._spec, self._kept, self.vm.record if self.vm else None, str(self._store))
+        return msgspec.json.encode(found)
+
+    async def run(self, *, fresh: bool) -> None:
+        """Let the loaded machine run and tell its agent who it is. ``fresh``: it is a twin of another."""
+        vm = self._running()
+        self._agent = self._door(vm)
+        try:
+            await vm.qmp.ask("cont")
+            async with asyncio.timeout(_SETTLE_S):
+                await self._settle(self._agent, fresh)
+        except TimeoutError:
+            await self._hang_up()
+            raise SandboxError(f"the sandbox's agent did not answer within {_SETTLE_S:.0f} s") from None
+        except BaseException:
+            await self._hang_up()
+            raise
+        self._kept = "running"
+        self._watch = asyncio.create_task(self._await_end(vm), name=f"end of sandbox {self._spec.id}")
+
+    async def take_up(self) -> None:
+        """Go on with a machine that ran all the while."""
+        vm = self._running()
+        self._agent = self._door(vm)
+        await vm.qmp.ask("cont")
+        self._watch = asyncio.create_task(self._await_end(vm), name=f"end of sandbox {self._spec.id}")
+
+    def _door(self, vm: Vm) -> IdleAgent:
+        async def wake() -> None:
+            await vm.qmp.ask("cont")
+            await client.settle(
+                Settings(self._spec.id, now_ns=time.time_ns(), env=self._env(), user=self._spec.image.user)
+            )
+
+        async def sleep() -> None:
+            await vm.qmp.ask("stop")
+
+        client = AgentClient(unix(vm.agent_socket))
+        return IdleAgent(client, self._maker.policy, wake, sleep)
+
+    def _env(self) -> dict[str, str]:
+        return {**self._spec.image.env, **self._spec.env}
+
+    async def _settle(self, agent: Agent, fresh: bool) -> None:
+        await agent.settle(
+            Settings(
+                self._spec.id,
+                hostname=self._spec.id[:63] if fresh else "",
+                machine_id=secrets.token_hex(16) if fresh else "",
+                entropy=os.urandom(_ENTROPY_BYTES),
+                now_ns=time.time_ns(),
+                env=self._env(),
+                user=self._spec.image.user,
+            )
+        )
+
+    async def _await_end(self, vm: Vm) -> None:
+        cause = await vm.ended()
+        if not self._killed and self.vm is vm and not self._dead.done():
+            self._dead.set_result(cause)
+
+    def _running(self) -> Vm:
+        if self.vm is None or not self.vm.alive:
+            raise SandboxGone(f"sandbox {self._spec.id} has ended")
+        return self.vm
+
+    async def _hang_up(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            await agent.close()
+
+    async def _end_vm(self) -> None:
+        """End the machine without its end being a death."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        vm, self.vm = self.vm, None
+        if vm is not None:
+            await vm.kill()
+
+    async def pause(self, *, memory: bool = True) -> None:
+        if self._kept != "running":
+            raise SandboxPaused(f"sandbox {self._spec.id} is paused already")
+        vm = self._running()
+        if not memory:
+            async with asyncio.timeout(_SETTLE_S):
+                await self._asked().quiesce()
+        await self._hang_up()
+        try:
+            await asyncio.to_thread(_fresh, self._store)
+            await vm.qmp.ask("stop")
+            if memory:
+                await state.save_memory(vm, self.made, self._maker.filter_program, self._store / state.MEMORY)
+            await vm.quit()
+            await asyncio.to_thread(vm.overlay.rename, self._store / state.OVERLAY)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, self._store, True)
+            if vm.alive:
+                self._agent = self._door(vm)
+                with contextlib.suppress(SandboxError):
+                    await vm.qmp.ask("cont")
+            raise
+        self._kept = "memory" if memory else "files"
+        await self._end_vm()
+
+    def _asked(self) -> IdleAgent:
+        assert self._agent is not None
+        return self._agent
+
+    async def resume(self) -> None:
+        if self._kept == "running":
+            return
+        memory = self._kept == "memory"
+        self.vm = await self._maker.start_vm(self._spec, self.made, self._store, memory=memory)
+        try:
+            await self.run(fresh=not memory)
+        except BaseException:
+            await self._end_vm()
+            raise
+        await asyncio.to_thread(shutil.rmtree, self._store, True)
+
+    async def snapshot(self, directory: Path, *, memory: bool = True) -> Snapshot:
+        if self._kept == "files" and memory:
+            raise SandboxPaused(f"sandbox {self._spec.id} was paused without its memory: take a snapshot of files only")
+        try:
+            await asyncio.to_thread(_fresh, directory)
+            if self._kept != "running":
+                await asyncio.to_thread(_copy_kept, self._store, directory, memory)
+            else:
+                await self._write_running(directory, memory)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+            raise
+        return Snapshot(str(directory), memory, await asyncio.to_thread(state.size, directory), RUNTIME)
+
+    async def _write_running(self, directory: Path, memory: bool) -> None:
+        vm = self._running()
+        agent = self._asked()
+        async with agent.awake():
+            if not memory:
+                await agent.quiesce()
+            await vm.qmp.ask("stop")
+            try:
+                await state.save_disk(vm, directory / state.OVERLAY)
+                if memory:
+                    await state.save_memory(vm, self.made, self._maker.filter_program, directory / state.MEMORY)
+            finally:
+                if vm.alive:
+                    await vm.qmp.ask("cont")
+        await self._settle(agent, fresh=False)
+
+    async def set_network(self, network: Network) -> None:
+        if network.internet or network.allow:
+            raise RuntimeUnavailable(NO_NETWORK)
+        self._spec = msgspec.structs.replace(self._spec, network=network)
+
+    async def footprint(self) -> Footprint:
+        vm = self.vm
+        if vm is None or not vm.alive:
+            return Footprint()
+        return await asyncio.to_thread(_footprint, vm)
+
+    async def died(self) -> str:
+        return await asyncio.shield(self._dead)
+
+    async def kill(self) -> None:
+        self._killed = True
+        await self._hang_up()
+        await self._end_vm()
+        await asyncio.to_thread(shutil.rmtree, self._store, True)
+        self._maker.gone(self)
+
+    async def let_go(self) -> None:
+        """Close what this process holds of it; the sandbox goes on."""
+        await self._hang_up()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self.vm is not None:
+            await self.vm.let_go()
+
+
+def _fresh(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, mode=0o700)
+    except FileExistsError:
+        raise BadPath(f"{directory} is there already: a state is written into a new directory") from None
+
+
+def _copy_kept(store: Path, directory: Path, memory: bool) -> None:
+    for name in (state.OVERLAY, state.MEMORY) if memory else (state.OVERLAY,):
+        copy_sparse(store / name, directory / name)
+
+
+def _footprint(vm: Vm) -> Footprint:
+    """Private-dirty of QEMU, kernel memory of its group, what was swapped. Its overlay is an ordinary file on disk."""
+    found = {"Private_Dirty": 0, "Swap": 0}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{vm.record.pid}/smaps_rollup").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+    return Footprint(found["Private_Dirty"], vm.kernel_memory(), 0, found["Swap"])

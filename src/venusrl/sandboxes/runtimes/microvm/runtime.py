@@ -1,0 +1,249 @@
+"""The microVM runtime: ``runtimes.base.Runtime`` with QEMU.
+
+Owns: templates on this host, a few machines that wait for their state, which sandbox has which machine.
+
+Must not know: E2B, HTTP, admission.
+
+Guarantees: those of ``runtimes.base``. A waiting machine belongs to no sandbox and ends with ``close`` or ``sweep``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable, SandboxError, SandboxGone, TemplateNotFound
+from venusrl.sandboxes.runtimes.base import Abilities, Snapshot, Spec
+from venusrl.sandboxes.runtimes.microvm import programs, setup, state, template, vm
+from venusrl.sandboxes.runtimes.microvm.idle import IdlePolicy
+from venusrl.sandboxes.runtimes.microvm.instance import NO_NETWORK, RUNTIME, MicroVm, Record
+from venusrl.sandboxes.runtimes.microvm.vm import Parts, Site, Vm
+from venusrl.sandboxes.runtimes.namespace import cgroup
+from venusrl.sandboxes.templates.api import Image
+
+
+class MicroVmRuntime:
+    """``state`` is the runtime's own directory. ``waiting``: machines started ahead for each template in use."""
+
+    def __init__(self, state: Path, *, waiting: int = 1, idle: IdlePolicy | None = None, use_kvm: bool = True) -> None:
+        self._state = state
+        self._waiting = waiting
+        self._use_kvm = use_kvm
+        self._templates: dict[str, template.Made] = {}
+        self._making: dict[str, asyncio.Lock] = {}
+        self._pool: dict[str, list[Vm]] = {}
+        self._filling: set[asyncio.Task[None]] = set()
+        self._instances: dict[str, MicroVm] = {}
+        self._starting: set[str] = set()
+        self._closed = False
+        self._kvm = False
+        self._site: Site | None = None
+        self._guest: setup.Guest | None = None
+        self._qemu: setup.Qemu | None = None
+        self.policy = idle or IdlePolicy()
+        self.filter_program = ""
+
+    @property
+    def name(self) -> str:
+        return RUNTIME
+
+    async def start(self) -> Abilities:
+        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._state = self._state.resolve()
+        self._qemu = await setup.check_qemu()
+        made = await programs.build()
+        self._guest = await setup.guest_of(self._state, made)
+        lacks = {"egress": NO_NETWORK}
+        why = await setup.probe_kvm(self._qemu, self._guest) if self._use_kvm else "KVM was not asked for"
+        self._kvm = not why
+        if why:
+            lacks["kvm"] = f"{why}: machines are emulated (TCG), several times slower"
+        if not self._qemu.live:
+            lacks["live_migration"] = f"QEMU {self._qemu.version[0]} corrupts busy guests that move live: {setup.MEND}"
+        name = "mv-" + hashlib.sha256(str(self._state).encode()).hexdigest()[:12]
+        groups = await asyncio.to_thread(cgroup.find, name)
+        if groups is None:
+            raise RuntimeUnavailable("no control group can be made here for memory and processes: run as root")
+        self._site = Site(self._state / "vms", self._qemu.path, str(made.jail), groups)
+        self._site.directory.mkdir(mode=0o700, exist_ok=True)
+        self.filter_program = str(made.filter)
+        return Abilities(True, self._qemu.live, False, lacks)
+
+    def _ready(self) -> tuple[Site, setup.Guest, setup.Qemu]:
+        if self._site is None or self._guest is None or self._qemu is None:
+            raise RuntimeUnavailable("the microVM runtime was not started")
+        return self._site, self._guest, self._qemu
+
+    # -- templates
+
+    async def prepare(self, image: Image) -> None:
+        made = await self._made(image)
+        self._refill(made)
+
+    async def _made(self, image: Image) -> template.Made:
+        site, guest, qemu = self._ready()
+        where = template.place(self._state / "templates", image, guest, qemu.version)
+        async with self._making.setdefault(where.name, asyncio.Lock()):
+            found = self._templates.get(image.id) or await asyncio.to_thread(template.load, where)
+            if found is None or (found.shape.kvm and not self._kvm):
+                await asyncio.to_thread(shutil.rmtree, where, True)
+                found = await template.make(image, where, site, guest, self._kvm)
+            self._templates[image.id] = found
+        return found
+
+    async def forget(self, image_id: str) -> None:
+        if any(instance.spec.image.id == image_id for instance in self._instances.values()):
+            raise SandboxError(f"template {image_id} has sandboxes still")
+        self._templates.pop(image_id, None)
+        for waiting in self._pool.pop(image_id, []):
+            await waiting.kill()
+        for path in (self._state / "templates").glob(f"{image_id}.*"):
+            await asyncio.to_thread(shutil.rmtree, path, True)
+
+    async def shared(self, image_id: str) -> int:
+        made = self._templates.get(image_id)
+        return await asyncio.to_thread(template.resident, made.memory) if made else 0
+
+    # -- machines
+
+    def _refill(self, made: template.Made) -> None:
+        if self._closed or len(self._pool.setdefault(made.image.id, [])) + len(self._filling) >= self._waiting:
+            return
+        task = asyncio.create_task(self._add_waiting(made), name="start a machine ahead")
+        self._filling.add(task)
+        task.add_done_callback(self._filling.discard)
+
+    async def _add_waiting(self, made: template.Made) -> None:
+        try:
+            waiting = await self._spawn(made, made.overlay, _limits(made.image))
+        except SandboxError:
+            return  # the sandbox that needs it will start its own, and say why it cannot
+        pool = self._pool.get(made.image.id)
+        if self._closed or pool is None:
+            await waiting.kill()
+        else:
+            pool.append(waiting)
+
+    async def _spawn(self, made: template.Made, overlay: Path, limits: Limits, *, cold: bool = False) -> Vm:
+        site, guest, _ = self._ready()
+        boot = (guest.kernel, guest.initramfs) if cold else None
+        return await Vm.spawn(site, Parts(made.shape, made.memory, made.base, overlay, boot, cold), limits)
+
+    async def start_vm(self, spec: Spec, made: template.Made, kept: Path | None, *, memory: bool) -> Vm:
+        pool = self._pool.get(made.image.id, [])
+        if kept is None and pool and spec.limits == _limits(made.image):
+            machine = pool.pop()
+        else:
+            overlay = kept / state.OVERLAY if kept else made.overlay
+            machine = await self._spawn(made, overlay, spec.limits, cold=not memory)
+        try:
+            if memory:
+                await machine.load(kept / state.MEMORY if kept else made.state)
+        except BaseException:
+            await machine.kill()
+            raise
+        if kept is None:
+            self._refill(made)
+        return machine
+
+    # -- sandboxes
+
+    async def create(self, spec: Spec) -> MicroVm:
+        return await self._begin(spec, None)
+
+    async def restore(self, spec: Spec, snapshot: Snapshot) -> MicroVm:
+        if snapshot.runtime != RUNTIME:
+            raise SandboxError(f"a snapshot of the {snapshot.runtime} runtime cannot be restored by {RUNTIME}")
+        return await self._begin(spec, snapshot)
+
+    async def _begin(self, spec: Spec, snapshot: Snapshot | None) -> MicroVm:
+        if spec.network.internet or spec.network.allow:
+            raise RuntimeUnavailable(NO_NETWORK)
+        if spec.id in self._instances or spec.id in self._starting:
+            raise SandboxError(f"sandbox id {spec.id} is in use")
+        self._starting.add(spec.id)
+        try:
+            made = await self._made(spec.image)
+            kept = Path(snapshot.directory) if snapshot else None
+            machine = await self.start_vm(spec, made, kept, memory=snapshot is None or snapshot.memory)
+            instance = MicroVm(spec, made, self, self._store(spec.id), machine, "running")
+            try:
+                await asyncio.to_thread((machine.path / "owner").write_text, spec.id)
+                await instance.run(fresh=True)
+            except BaseException:
+                await machine.kill()
+                raise
+            self._instances[spec.id] = instance
+        finally:
+            self._starting.discard(spec.id)
+        return instance
+
+    def _store(self, sandbox: str) -> Path:
+        return self._state / "paused" / hashlib.sha256(sandbox.encode()).hexdigest()[:32]
+
+    async def adopt(self, record: bytes) -> MicroVm | None:
+        site, guest, qemu = self._ready()
+        found = msgspec.json.decode(record, type=Record)
+        where = template.place(self._state / "templates", found.spec.image, guest, qemu.version)
+        made = await asyncio.to_thread(template.load, where)
+        if made is None:
+            raise TemplateNotFound(f"the template of sandbox {found.spec.id} is gone from {where.parent}")
+        self._templates[found.spec.image.id] = made
+        machine = None
+        if found.kept == "running":
+            machine = await Vm.find(site, found.vm) if found.vm else None
+            if machine is None:
+                return None
+        instance = MicroVm(found.spec, made, self, Path(found.store), machine, found.kept)
+        if machine is not None:
+            try:
+                await instance.take_up()
+            except SandboxGone:
+                await machine.kill()
+                return None
+        self._instances[found.spec.id] = instance
+        return instance
+
+    def gone(self, instance: MicroVm) -> None:
+        self._instances.pop(instance.spec.id, None)
+
+    async def sweep(self, known: set[str]) -> list[str]:
+        site, _, _ = self._ready()
+        keep = {instance.vm.record.directory for instance in self._instances.values() if instance.vm is not None}
+        keep |= {waiting.record.directory for pool in self._pool.values() for waiting in pool}
+        swept = []
+        for path in sorted(site.directory.glob("v*")):
+            owner = (path / "owner").read_text() if (path / "owner").exists() else ""
+            if path.name not in keep and owner not in known and not self._starting and not self._filling:
+                await asyncio.to_thread(vm.erase, site, path.name)
+                swept.append(f"virtual machine {path.name} of {owner or 'nobody'}")
+        stores = {self._store(sandbox).name for sandbox in known}
+        for path in sorted((self._state / "paused").glob("*")):
+            if path.name not in stores:
+                await asyncio.to_thread(shutil.rmtree, path, True)
+                swept.append(f"paused state {path.name}")
+        for path in sorted((self._state / "templates").glob(".making-*")):
+            if not any(lock.locked() for lock in self._making.values()):
+                await asyncio.to_thread(shutil.rmtree, path, True)
+                swept.append(f"unfinished template {path.name}")
+        return swept
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*self._filling, return_exceptions=True)
+        for pool in self._pool.values():
+            for waiting in pool:
+                await waiting.kill()
+        self._pool.clear()
+        for instance in list(self._instances.values()):
+            await instance.let_go()
+        self._instances.clear()
+
+
+def _limits(image: Image) -> Limits:
+    """What a template asks for, where the request names nothing else."""
+    return Limits(memory_mib=image.memory_mib, cpus=float(image.cpus), disk_mib=image.disk_mib)
