@@ -25,7 +25,7 @@ _WIDTH_S = 10.0
 _BUCKETS_A_DOUBLING = 3
 _ENOUGH = 3.0
 """Independent lives (a group of clones is little more than one) below which an age counts as unknown."""
-_HALF_LIFE = 4000.0
+HALF_LIFE = 4000.0
 """Ended lives after which one counts half."""
 _SAME_TIME_S = 2.5
 """Two of a group whose ages differ by less are taken as seen at the same time."""
@@ -47,16 +47,17 @@ def _begins(index: int) -> float:
 
 
 class Ahead(msgspec.Struct, frozen=True, gc=False):
-    """One lookahead of one age. Bytes. ``slope``: by how much a byte more now raises the mean; ``sd`` and ``skew`` (the
-    cube root of the third central moment) are of what is then still uncertain. ``error`` is the standard error of
-    ``mean``, common to all of a template's sandboxes. ``unknown`` is the probability of living into ages that nobody
-    has reached: there the declared size counts."""
+    """One lookahead of one age. Bytes. ``skew`` is the cube root of the third central moment, ``error`` the standard
+    error of ``mean``, common to all of a template's sandboxes. ``slope``: by how much a byte more now raises the mean;
+    ``left``: how much of the rest is still uncertain once it is known what is held now. ``unknown`` is the probability
+    of living into ages that nobody has reached: there the declared size counts."""
 
     mean: float
-    slope: float
     sd: float
     skew: float
     error: float
+    slope: float
+    left: float
     unknown: float
 
 
@@ -72,7 +73,8 @@ class Row(msgspec.Struct, frozen=True):
 class Profile:
     """One template."""
 
-    def __init__(self) -> None:
+    def __init__(self, half_life: float = HALF_LIFE) -> None:
+        self._growth = 2.0 ** (1.0 / half_life)
         self._unit = 1.0
         self._buckets: dict[int, _Bucket] = {}
         self._alive: dict[str, _Life] = {}
@@ -83,8 +85,11 @@ class Profile:
         self._known: list[int] = []
         self._seen = 0
         self._built_at = 0
-        self.together = 1.0
+
+    @property
+    def together(self) -> float:
         """Correlation of two sandboxes of one group at one instant."""
+        return self._pairs.value
 
     def observe(self, group: str, sandbox: str, age_s: float, private: int) -> None:
         index = bucket(age_s)
@@ -141,7 +146,7 @@ class Profile:
 
     def _fade(self) -> None:
         """Newer lives weigh more: the unit grows, and everything is scaled down now and then."""
-        self._unit *= 2.0 ** (1.0 / _HALF_LIFE)
+        self._unit *= self._growth
         if self._unit > 1e9:
             for one in self._buckets.values():
                 one.scale(1.0 / self._unit)
@@ -177,7 +182,6 @@ class Profile:
     def _rebuild(self) -> None:
         self._built_at = self._seen
         self._rows.clear()
-        self.together = self._pairs.value
         self._known = sorted(index for index, one in self._buckets.items() if self._independent(one) >= _ENOUGH)
 
     def _independent(self, one: _Bucket) -> float:
@@ -211,7 +215,7 @@ class Profile:
         persists = self._lags[number].value
         left = math.sqrt(1.0 - persists * persists)
         slope = persists * sd / sd_now if sd_now > 0.0 else 0.0
-        return Ahead(mean, slope, sd * left, skew * left, error, beyond)
+        return Ahead(mean, sd, skew, error, slope, left, beyond)
 
     def _samples(self, index: int) -> float:
         """How many independent samples the bucket's mean rests on: those of one life agree as much as its deviations
@@ -247,14 +251,15 @@ class Profile:
 class Learned:
     """Every template's profile."""
 
-    def __init__(self) -> None:
+    def __init__(self, half_life: float = HALF_LIFE) -> None:
+        self._half_life = half_life
         self._profiles: dict[str, Profile] = {}
         self._template_of: dict[str, str] = {}
 
     def observe(self, template: str, group: str, sandbox: str, age_s: float, private: int) -> None:
         profile = self._profiles.get(template)
         if profile is None:
-            profile = self._profiles[template] = Profile()
+            profile = self._profiles[template] = Profile(self._half_life)
         self._template_of[sandbox] = template
         profile.observe(group, sandbox, age_s, private)
 

@@ -52,7 +52,7 @@ class Load:
         self.shared = float(shared)
         self._fixed = 0.0
         self._guessed = 0.0
-        self._alike: dict[tuple[str, str, int], _Alike] = {}
+        self._alike: dict[tuple[str, str, int, bool], _Alike] = {}
         self._sums: _Sums | None = None
 
     def add(self, view: SandboxView) -> None:
@@ -62,7 +62,7 @@ class Load:
         else:
             most = max(view.declared, view.private)
             index = bucket(view.age_s)
-            key = (view.group or view.id, view.template, index)
+            key = (view.group or view.id, view.template, index, view.private > 0)
             alike = self._alike.get(key)
             if alike is None:
                 row = _row(self._learned, view.template, view.age_s)
@@ -71,10 +71,10 @@ class Load:
                     self._guessed += most
                     self._sums = None
                     return
-                alike = self._alike[key] = _Alike(row)
+                alike = self._alike[key] = _Alike(row, view.private > 0)
             alike.count += 1
             alike.most += most
-            alike.excess += view.private - alike.row.mean if view.private else 0.0
+            alike.excess += view.private - alike.row.mean if alike.measured else 0.0
         self._sums = None
 
     @property
@@ -127,7 +127,7 @@ class Load:
 
     def _settle(self) -> _Sums:
         sums = _Sums(self._fixed)
-        for (group, template, _), alike in self._alike.items():
+        for (group, template, _, _), alike in self._alike.items():
             sums.add(group, template, alike)
         for common in sums.common.values():
             for step, (sd, skew) in enumerate(common):
@@ -137,12 +137,13 @@ class Load:
 
 
 class _Alike:
-    """Sandboxes of one group, template and age: they differ only in what they hold beyond the mean."""
+    """Sandboxes of one group, template and age, all measured or none: they differ in what they hold beyond the mean."""
 
-    __slots__ = ("count", "excess", "most", "row")
+    __slots__ = ("count", "excess", "measured", "most", "row")
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, measured: bool) -> None:
         self.row = row
+        self.measured = measured
         self.count = 0
         self.excess = 0.0
         self.most = 0.0
@@ -172,11 +173,13 @@ class _Sums:
             largest = max(largest, mean)
             self.mean[step] += mean
             self.guessed += ahead.unknown * alike.most if step == 0 else 0.0
-            self.variance[step] += apart * ahead.sd**2
-            self.third[step] += apart * ahead.skew**3
+            left = ahead.left if alike.measured else 1.0
+            own, own_skew = left * ahead.sd, left * ahead.skew
+            self.variance[step] += apart * own**2
+            self.third[step] += apart * own_skew**3
             sd, skew = common[step]
-            common[step] = (sd + moves * ahead.sd, skew + pulls * ahead.skew)
-            errors[step] += count * ahead.error
+            common[step] = (sd + moves * own, skew + pulls * own_skew)
+            errors[step] += count * left * ahead.error
         self.most += max(alike.most, largest)
 
 

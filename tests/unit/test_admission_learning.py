@@ -1,0 +1,119 @@
+"""What is learned of a template, and how far it is trusted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from venusrl.sandboxes.admission.calibration import Calibration, deviations, normal_quantile
+from venusrl.sandboxes.admission.learning import Learned, Row, bucket
+
+MIB = 1 << 20
+
+
+def row(learned: Learned, age_s: float) -> Row:
+    profile = learned.profile("t")
+    assert profile is not None
+    found = profile.row(age_s)
+    assert found is not None
+    return found
+
+
+def live(learned: Learned, name: str, held: int, length_s: int, *, ends: bool = True) -> None:
+    for moment in range(0, length_s, 5):
+        learned.observe("t", "", name, float(moment), held)
+    if ends:
+        learned.ended(name)
+
+
+@given(age=st.floats(0, 1e6), more=st.floats(0, 1e6))
+def test_ages_are_in_order(age: float, more: float) -> None:
+    assert bucket(age) <= bucket(age + more)
+    assert bucket(age) >= 0
+
+
+def test_nothing_is_known_before_three_independent_lives() -> None:
+    learned = Learned()
+    for number in range(2):
+        live(learned, f"s{number}", 10 * MIB, 300)
+    profile = learned.profile("t")
+    assert profile is not None
+    assert profile.row(60.0) is None
+    for number in range(2, 12):
+        live(learned, f"s{number}", 10 * MIB, 300)
+    assert row(learned, 60.0).mean == pytest.approx(10 * MIB)
+    assert learned.profile("other") is None
+
+
+def test_a_life_that_goes_on_says_nothing_of_ages_it_has_not_reached() -> None:
+    """Censored: counted for what it was seen to hold, unknown beyond."""
+    learned = Learned()
+    for number in range(12):
+        live(learned, f"s{number}", 10 * MIB, 100, ends=False)
+    at_the_edge = row(learned, 98.0)
+    assert at_the_edge.ahead[-1].unknown == pytest.approx(1.0)
+    assert row(learned, 5.0).ahead[0].unknown == 0.0
+    finished = Learned()
+    for number in range(12):
+        live(finished, f"s{number}", 10 * MIB, 100)
+    assert row(finished, 98.0).ahead[-1].unknown < 0.01, "all have ended: nothing is to come"
+
+
+def test_what_will_have_ended_counts_less() -> None:
+    learned = Learned()
+    for number in range(40):
+        live(learned, f"s{number}", 10 * MIB, 100 if number % 2 else 700)
+    ahead = row(learned, 60.0).ahead
+    assert ahead[0].mean == pytest.approx(10 * MIB, rel=0.15)
+    assert ahead[2].mean == pytest.approx(5 * MIB, rel=0.3), "half of those alive at 60 s live to 140"
+
+
+def test_a_workload_that_changes_is_followed() -> None:
+    learned = Learned(half_life=100.0)
+    for number in range(300):
+        live(learned, f"old{number}", 10 * MIB, 15)
+    before = row(learned, 5.0).mean
+    for number in range(600):
+        live(learned, f"new{number}", 40 * MIB, 15)
+    assert before == pytest.approx(10 * MIB)
+    assert row(learned, 5.0).mean > 38 * MIB, "a plain mean would say 30"
+
+
+def test_ended_twice_or_never_seen_is_harmless() -> None:
+    learned = Learned()
+    learned.ended("nobody")
+    live(learned, "s", MIB, 20)
+    learned.ended("s")
+
+
+@pytest.mark.parametrize(("target", "expected"), [(0.05, 1.645), (0.01, 2.326), (0.001, 3.090)])
+def test_without_skewness_the_quantile_is_the_normal_one(target: float, expected: float) -> None:
+    assert normal_quantile(target) == pytest.approx(expected, abs=1e-3)
+    assert deviations(normal_quantile(target), 0.0) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_right_tail_asks_for_more_as_a_gamma_does() -> None:
+    draws = random.Random(3)
+    shape = 4.0
+    values = sorted((draws.gammavariate(shape, 1.0) - shape) / shape**0.5 for _ in range(40_000))
+    true = values[int(0.99 * len(values))]
+    assert deviations(normal_quantile(0.01), 2.0 / shape**0.5) == pytest.approx(true, rel=0.05)
+    assert deviations(2.0, -1.0) == 2.0, "a left tail buys nothing"
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 1000), scale=st.floats(0.5, 2.5))
+def test_forecasts_come_to_hold_as_often_as_they_claim(seed: int, scale: float) -> None:
+    """Theory may be wrong about the spread by up to 2.5 times: the factor makes up for it."""
+    draws, target = random.Random(seed), 0.02
+    calibration = Calibration(target)
+    for _ in range(4000):
+        calibration.measured(draws.gauss(0.0, scale), normal_quantile(target))
+    missed, forecasts = calibration.missed, calibration.forecasts
+    for _ in range(6000):
+        calibration.measured(draws.gauss(0.0, scale), normal_quantile(target))
+    assert (calibration.missed - missed) / (calibration.forecasts - forecasts) < 1.6 * target
+    assert calibration.factor >= 1.0, "never below what theory asks for"
