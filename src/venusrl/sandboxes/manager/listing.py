@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_plus
 
 import msgspec
 
@@ -57,13 +57,13 @@ def micros(seconds: float) -> int:
 
 
 def metadata_filter(text: str) -> dict[str, str]:
-    """``k=v&k=v`` with keys and values themselves quoted. Raises Invalid."""
+    """``k=v&k=v`` as a form, of keys and values that were quoted before (so E2B's clients do). Raises Invalid."""
     found = {}
     for pair in filter(None, text.split("&")):
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise Invalid(f"metadata filter {pair!r} is not of the form key=value")
-        found[unquote(name.replace("+", " "))] = unquote(value.replace("+", " "))
+        found[unquote(unquote_plus(name))] = unquote(unquote_plus(value))
     return found
 
 
