@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from venusrl.cli import env_view
+from venusrl.cli import env_template, env_view
 from venusrl.cli.env_client import caller_for
 from venusrl.cli.output import CommandError, print_json, stderr, stdout, table, warn
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Sandboxes as a service that E2B's SDKs can use.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the service.")
 app.add_typer(keys_app, name="key")
+app.add_typer(env_template.app, name="template")
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 _State = Annotated[Path | None, typer.Option("--state", help="State directory. Default: VENUSRL_ENV_STATE.")]

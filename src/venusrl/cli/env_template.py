@@ -1,0 +1,245 @@
+"""``venusrl env template``: make, list and remove what sandboxes start from.
+
+Works on the service's state directory, whether or not the service runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from venusrl.cli.output import EXIT_FAILED, CommandError, print_json, stderr, stdout, table
+
+if TYPE_CHECKING:
+    from venusrl.sandboxes.templates.api import Start
+    from venusrl.sandboxes.templates.records import Build
+    from venusrl.sandboxes.templates.service import Templates
+
+app = typer.Typer(no_args_is_help=True, help="Templates: what sandboxes start from.")
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+_State = Annotated[Path | None, typer.Option("--state", help="State directory. Default: VENUSRL_ENV_STATE.")]
+_BUILDERS_IDS = 0x7FFD_0000
+"""Host ids of sandboxes that build: the last of the default range, so that a running service's are others."""
+
+
+@app.command("build")
+def build(
+    words: Annotated[list[str], typer.Argument(metavar="[DIRECTORY] NAME", help="A root file system, and the name.")],
+    oci: Annotated[Path | None, typer.Option("--oci", help="An OCI image layout, or an archive of an image.")] = None,
+    image: Annotated[str, typer.Option("--image", help="An image of a registry (needs skopeo).")] = "",
+    dockerfile: Annotated[
+        Path | None, typer.Option("--dockerfile", help="Build its steps; its folder is the context.")
+    ] = None,
+    ref: Annotated[str, typer.Option(help="Which image of --oci, when it holds several.")] = "",
+    start: Annotated[str, typer.Option(help="A command that runs in every sandbox from the beginning.")] = "",
+    ready: Annotated[str, typer.Option(help="Succeeds once the start command is ready.")] = "",
+    cpus: Annotated[int, typer.Option(help="Processors of a sandbox (--dockerfile).")] = 1,
+    memory: Annotated[int, typer.Option(help="MiB of memory of a sandbox (--dockerfile).")] = 512,
+    disk: Annotated[int, typer.Option(help="MiB that a sandbox may write (--dockerfile).")] = 1024,
+    force: Annotated[bool, typer.Option("--force", help="Run every step again.")] = False,
+    state: _State = None,
+    json_output: _Json = False,
+) -> None:
+    """Make a template of a directory, an image, or a Dockerfile.
+
+    Example:
+
+    $ venusrl env template build --image python:3.12-slim py312
+
+    $ venusrl env template build --dockerfile env/Dockerfile my-env:v2
+    """
+    *folders, name = words
+    sources = [source for source in (*folders, oci, image, dockerfile) if source]
+    if len(sources) > 1 or (not sources and name != "base"):
+        raise CommandError('name one source: a directory, --oci, --image or --dockerfile (none at all makes "base")')
+    request = _Request(name, Path(folders[0]) if folders else None, oci, image, dockerfile, ref, start, ready)
+    request.sizes, request.force = (cpus, memory, disk), force
+    done = asyncio.run(_build(state, request, quiet=json_output))
+    if json_output:
+        print_json(_shown(done))
+    elif done.state == "ready":
+        stdout().print(f"{name} is ready ({done.image})", markup=False)
+    if done.state != "ready":
+        raise typer.Exit(EXIT_FAILED)
+
+
+class _Request:
+    """What is to be built."""
+
+    sizes: tuple[int, int, int]
+    force: bool
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path | None,
+        oci: Path | None,
+        image: str,
+        dockerfile: Path | None,
+        ref: str,
+        start: str,
+        ready: str,
+    ) -> None:
+        self.name, self.directory, self.oci, self.image = name, directory, oci, image
+        self.dockerfile, self.ref, self.command, self.ready = dockerfile, ref, start, ready
+
+    def start(self) -> Start | None:
+        from venusrl.sandboxes.templates.api import Start
+
+        return Start(self.command, self.ready) if self.command else None
+
+
+async def _build(state: Path | None, request: _Request, *, quiet: bool) -> Build:
+    async with _open(state, build=request.dockerfile is not None) as templates:
+        if request.dockerfile is not None:
+            return await _build_steps(templates, request, request.dockerfile, quiet)
+        with stderr().status(f"making {request.name}", speed=0.5):
+            if request.oci is not None:
+                return await templates.from_oci("", request.name, request.oci, request.start(), request.ref)
+            if request.image:
+                return await templates.from_image("", request.name, request.image, request.start())
+            return await templates.from_directory("", request.name, request.directory, request.start())
+
+
+async def _build_steps(templates: Templates, request: _Request, dockerfile: Path, quiet: bool) -> Build:
+    from venusrl.sandboxes.protocol import TemplateNotFound
+    from venusrl.sandboxes.templates import dockerfile as reader
+    from venusrl.sandboxes.templates.service import BASE, BuildRequest
+
+    if not dockerfile.is_file():  # noqa: ASYNC240 - nothing else runs
+        raise CommandError(f"there is no file {dockerfile}")
+    recipe = reader.read(dockerfile.read_text(), dockerfile.parent)  # noqa: ASYNC240
+    for digest, archive in recipe.uploads.items():
+        await templates.put_upload("", digest, _once(archive))
+    cpus, memory, disk = request.sizes
+    waiting = templates.create("", request.name, cpus=cpus, memory_mib=memory, disk_mib=disk)
+    try:
+        local = recipe.base == BASE or bool(templates.find("", recipe.base))
+    except TemplateNotFound:
+        local = False
+    wanted = BuildRequest(
+        from_template=recipe.base if local else "",
+        from_image="" if local else recipe.base,
+        force=request.force,
+        steps=recipe.steps,
+        start_cmd=request.command or recipe.start,
+        ready_cmd=request.ready,
+    )
+    await templates.build("", waiting.template, waiting.id, wanted)
+    shown, done = 0, waiting
+    while True:
+        done, entries = templates.status("", waiting.template, waiting.id, offset=shown)
+        for entry in entries:
+            if not quiet:
+                stderr().print(entry.message, markup=False, style="red" if entry.level == "error" else None)
+        shown += len(entries)
+        if done.state in ("ready", "error") and not entries:
+            return done
+        await asyncio.sleep(0.1)
+
+
+async def _once(content: bytes) -> AsyncIterator[bytes]:
+    yield content
+
+
+@asynccontextmanager
+async def _open(state: Path | None, *, build: bool = False) -> AsyncIterator[Templates]:
+    """The templates of the state directory; with ``build`` also a runtime of our own to build in."""
+    from venusrl.sandboxes.manager.serve import default_state
+    from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
+    from venusrl.sandboxes.templates.service import Templates
+
+    root = (state or default_state()).absolute()
+    runtime = internet = None
+    if build:
+        runtime = NamespaceRuntime(root / "template-builds", uid_base=_BUILDERS_IDS)
+        internet = (await runtime.start()).egress
+        await runtime.sweep(set())
+    templates = Templates(root / "templates", runtime)
+    await templates.start(internet=bool(internet))
+    try:
+        yield templates
+    finally:
+        await templates.close()
+        if runtime is not None:
+            await runtime.close()
+
+
+@app.command("list")
+def list_templates(state: _State = None, json_output: _Json = False) -> None:
+    """The templates that are here."""
+    rows = asyncio.run(_rows(state))
+    if json_output:
+        print_json(rows)
+        return
+    shown = [(r["name"], r["id"], r["tags"], r["state"], f"{r['mib']:.0f}", str(r["layers"]), r["made"]) for r in rows]
+    columns = ("name", "id", "tags", "state", "MiB", "layers", "made")
+    stdout().print(table(columns, shown, right=("MiB", "layers")))
+
+
+async def _rows(state: Path | None) -> list[dict[str, Any]]:
+    async with _open(state) as templates:
+        found = []
+        for template in sorted(templates.records.everything(), key=lambda t: (t.tenant, t.names)):
+            builds = templates.builds_of(template)
+            ready = next((each for each in builds if each.image), None)
+            layers = templates.store.image(ready.image).layers if ready else ()
+            sizes = [templates.store.layer(templates.store.digest_of(path)).bytes for path in layers]
+            found.append(
+                {
+                    "name": template.names[0],
+                    "id": template.id,
+                    "tenant": template.tenant,
+                    "tags": " ".join(sorted(template.tags)),
+                    "state": builds[0].state if builds else "empty",
+                    "image": ready.image if ready else "",
+                    "layers": len(layers),
+                    "mib": sum(sizes) / 2**20,
+                    "made": time.strftime("%Y-%m-%d %H:%M", time.localtime(template.updated)),
+                }
+            )
+        return found
+
+
+@app.command("rm")
+def remove(
+    name: Annotated[str, typer.Argument(help="Name or id.")],
+    tenant: Annotated[str, typer.Option(help="Whose template; default: everybody's.")] = "",
+    state: _State = None,
+) -> None:
+    """Forget a template. Sandboxes made from it go on; its layers go with ``gc``."""
+
+    async def work() -> None:
+        async with _open(state) as templates:
+            await templates.remove(tenant, name)
+
+    asyncio.run(work())
+    stdout().print(f"removed {name}", markup=False)
+
+
+@app.command("gc")
+def collect(state: _State = None, json_output: _Json = False) -> None:
+    """Remove layers that no template, sandbox or recent build needs."""
+
+    async def work() -> Any:
+        async with _open(state) as templates:
+            return await templates.collect()
+
+    done = asyncio.run(work())
+    if json_output:
+        print_json(
+            {"layers": done.layers, "bytes": done.bytes, "kept": done.kept_layers, "kept_bytes": done.kept_bytes}
+        )
+        return
+    stdout().print(f"removed {done.layers} layers ({done.bytes >> 20} MiB), kept {done.kept_layers}", markup=False)
+
+
+def _shown(build: Build) -> dict[str, Any]:
+    reason = {"message": build.reason.message, "step": build.reason.step} if build.reason else None
+    return {"build": build.id, "template": build.template, "state": build.state, "image": build.image, "reason": reason}
