@@ -78,6 +78,9 @@ class Call:
         self._input.put_nowait(data)
 
     def finish(self, end: Exit) -> None:
+        """The first end counts."""
+        if self.exit is not None:
+            return
         self.exit = end
         self._publish(end)
 
@@ -221,13 +224,14 @@ class MemoryAgent:
         self.calls[call.pid] = call
         handle = _Handle(call, output=True)
         call.task = asyncio.create_task(self._run(call, program), name=f"memory agent: {args[0]}")
+        call.task.add_done_callback(lambda _: call.finish(_killed(call)))  # it may have ended before it began
         return handle
 
     async def _run(self, call: Call, program: Program) -> None:
         try:
             call.finish(Exit(await program(call)))
         except asyncio.CancelledError:
-            call.finish(Exit(-1, call.signals[-1] if call.signals else signals.SIGKILL))
+            call.finish(_killed(call))
 
     async def attach(self, pid: int, *, output: bool = True) -> Process:
         self._check()
@@ -415,6 +419,10 @@ class MemoryAgent:
 
 def _under(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _killed(call: Call) -> Exit:
+    return Exit(-1, call.signals[-1] if call.signals else signals.SIGKILL)
 
 
 async def _echo(call: Call) -> int:
