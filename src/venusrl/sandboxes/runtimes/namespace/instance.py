@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import uuid
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -110,7 +110,7 @@ class NamespaceInstance:
             await self._maker.clear(self._spec.id, init.base)
             raise
         await self._settle()
-        await self._maker.egress.connect(self._spec.id, self._pid(), self._spec.network)
+        await self._connect(self._spec.network)
 
     def watch(self, init: Init) -> None:
         """Hold on to its PID 1. Raises SandboxGone when that has ended."""
@@ -219,7 +219,9 @@ class NamespaceInstance:
 
     async def set_network(self, network: Network) -> None:
         self._require_alive()
-        if self._state != "files":
+        if self._state == "running":
+            await self._connect(network)
+        elif self._state == "frozen":
             await self._maker.egress.connect(self._spec.id, self._pid(), network)
         self._spec = msgspec.structs.replace(self._spec, network=network)
 
@@ -270,6 +272,11 @@ class NamespaceInstance:
             await asyncio.wait_for(self.agent.settle(settings), _SETTLE_S)
         except TimeoutError:
             raise SandboxError(f"the agent of sandbox {self._spec.id} did not answer in {_SETTLE_S:.0f} s") from None
+
+    async def _connect(self, network: Network) -> None:
+        resolvers = await self._maker.egress.connect(self._spec.id, self._pid(), network)
+        if resolvers:
+            await self.agent.write("/etc/resolv.conf", "root", _pieces(resolvers.encode()))
 
     async def _pack_frozen(self, group: PersistentGroup, target: Path) -> None:
         was_running = self._state == "running"
@@ -355,6 +362,10 @@ def start_time(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 def _remake(directory: Path) -> None:

@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import socket
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -44,6 +45,7 @@ _AGENT_PIDS = 2
 _FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _TTY_GROUP = 5
+_BOOT_ID = ".boot-id"
 _MASKED: tuple[str, ...] = (
     "kcore",
     "keys",
@@ -134,7 +136,7 @@ def _build(order: Make, tools: Tools, userns: int | None) -> None:
     owner = order.base or 0
     kernel.unshare(kernel.CLONE_NEWNS)
     inodes = max(2048, order.limits.disk_mib * _FILES_PER_MIB)
-    kernel.mount("files", DISK, "tmpfs", _FLAGS, f"mode=0700,size={order.limits.disk_mib}m,nr_inodes={inodes}")
+    kernel.mount("files", DISK, "tmpfs", _FLAGS, f"mode=0700,size={_files_mib(order)}m,nr_inodes={inodes}")
     upper = f"{DISK}/{archive.UPPER}"
     os.mkdir(upper, 0o755)
     if order.archive is not None:
@@ -154,6 +156,12 @@ def _build(order: Make, tools: Tools, userns: int | None) -> None:
         os.mkdir(f"{ROOT}/{HIDDEN}", 0o700)
         kernel.bind(DISK, f"{ROOT}/{HIDDEN}")
     _remount_read_only(f"{ROOT}/dev")
+
+
+def _files_mib(order: Make) -> int:
+    """Files are memory here: they may not take so much of it that a full disk ends the sandbox."""
+    limits = order.limits
+    return max(1, min(limits.disk_mib, limits.memory_mib - max(8, limits.memory_mib // 8)))
 
 
 def _overlay(layers: tuple[str, ...], upper: str, target: str, userns: int | None, *, privileged: bool) -> None:
@@ -255,6 +263,7 @@ def _devices(owner: int, count: int) -> None:
     links |= {"stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
     for name, target in links.items():
         os.symlink(target, f"{dev}/{name}")
+    Path(f"{dev}/{_BOOT_ID}").write_text(f"{uuid.uuid4()}\n")
 
 
 def _remount_read_only(target: str) -> None:
@@ -336,6 +345,8 @@ def _mask() -> None:
         kernel.bind(f"proc/{name}", f"proc/{name}", recursive=False)
         flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | _FLAGS | kernel.MS_NOEXEC
         kernel.mount("none", f"proc/{name}", None, flags)
+    # The machine's own says nothing to a sandbox; this one is new with every start of its first process.
+    kernel.bind(f"dev/{_BOOT_ID}", "proc/sys/kernel/random/boot_id", recursive=False)
 
 
 def _descriptors(listener: int, agent: int) -> None:

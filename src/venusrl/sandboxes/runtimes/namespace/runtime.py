@@ -37,7 +37,7 @@ from venusrl.sandboxes.runtimes.namespace.instance import FILES, RUNTIME, Init, 
 from venusrl.sandboxes.runtimes.namespace.link import ForgeLink
 from venusrl.sandboxes.templates.api import Image
 
-_KEPT = "paused"
+_KEPT, _NETWORK = "paused", "network"
 _READY_S, _READY_EVERY_S = 25.0, 0.1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
@@ -57,7 +57,7 @@ class NamespaceRuntime:
         self._starting = asyncio.Lock()
         self._instances: dict[str, NamespaceInstance] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.egress = Egress()
+        self.egress = Egress(state / _NETWORK)
         self.boot = ""
 
     @property
@@ -68,6 +68,8 @@ class NamespaceRuntime:
         for name in (SOCKETS, STAGE, _KEPT):
             (self._state / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._state = self._state.resolve()
+        self.egress = Egress(self._state / _NETWORK)
+        self.egress.start()
         self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # noqa: ASYNC240 - not a disk
         if os.geteuid() == 0:
             maps = (Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map"))  # noqa: ASYNC240
@@ -139,6 +141,8 @@ class NamespaceRuntime:
             if entry.name not in known and entry.name not in self._instances:
                 await asyncio.to_thread(shutil.rmtree, entry.path, ignore_errors=True)
                 gone.append(f"kept files of sandbox {entry.name}")
+        alive = known | self._instances.keys()
+        gone += [f"network of sandbox {name}" for name in await self.egress.sweep(alive)]
         return gone
 
     async def close(self) -> None:
