@@ -13,6 +13,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -39,10 +40,17 @@ static void fail(const char *what) {
     exit(65);
 }
 
+/* Whether to try once more; a descriptor that does not block is waited for. */
+static bool again(int file, short events) {
+    struct pollfd one = {.fd = file, .events = events};
+    if (errno == EAGAIN) return poll(&one, 1, -1) > 0 || errno == EINTR;
+    return errno == EINTR;
+}
+
 static void flush(void) {
     for (size_t at = 0; at < out_end;) {
         ssize_t done = write(1, out + at, out_end - at);
-        if (done < 0 && errno == EINTR) continue;
+        if (done < 0 && again(1, POLLOUT)) continue;
         if (done <= 0) fail("nobody takes the stream");
         at += (size_t)done;
     }
@@ -63,7 +71,7 @@ static bool more(void) {
     in_at = 0;
     for (;;) {
         ssize_t got = read(0, in + in_end, sizeof in - in_end);
-        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && again(0, POLLIN)) continue;
         if (got < 0) fail("the stream cannot be read");
         in_end += (size_t)got;
         return got > 0;

@@ -42,6 +42,7 @@ class Record(msgspec.Struct, frozen=True):
     kept: Kept
     vm: VmRecord | None
     store: str
+    template: str
 
 
 class Maker(Protocol):
@@ -85,7 +86,7 @@ class MicroVm:
         return self._agent
 
     def record(self) -> bytes:
-        found = Record(self._spec, self._kept, self.vm.record if self.vm else None, str(self._store))
+        found = Record(self._spec, self._kept, self.vm.record if self.vm else None, str(self._store), self.made.digest)
         return msgspec.json.encode(found)
 
     async def run(self, *, fresh: bool) -> None:
@@ -218,6 +219,7 @@ class MicroVm:
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, directory, True)
             raise
+        (directory / state.TEMPLATE).write_text(self.made.digest)
         return Snapshot(str(directory), memory, await asyncio.to_thread(state.size, directory), RUNTIME)
 
     async def _write_running(self, directory: Path, memory: bool) -> None:
@@ -255,6 +257,27 @@ class MicroVm:
         await self._hang_up()
         await self._end_vm()
         await asyncio.to_thread(shutil.rmtree, self._store, True)
+        self._maker.gone(self)
+
+    def leave_to(self) -> tuple[Vm, IdleAgent]:
+        """For a move: the machine and its door. The end of the machine is no death any more once ``left`` is called."""
+        return self._running(), self._asked()
+
+    async def hang_up(self) -> None:
+        """Let the agent go: the machine is about to run elsewhere."""
+        await self._hang_up()
+
+    async def stay(self) -> None:
+        """The move failed: run on here."""
+        if self._agent is None:
+            self._agent = self._door(self._running())
+        await self._running().qmp.ask("cont")
+
+    async def left(self) -> None:
+        """It runs elsewhere now: end what is here."""
+        self._killed = True
+        await self._hang_up()
+        await self._end_vm()
         self._maker.gone(self)
 
     async def let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""The three small C programs of this runtime, compiled once: the guest's ``init``, QEMU's ``jail``, the stream ``filter``.
+"""The small C programs of this runtime, compiled once: the guest's ``init``, QEMU's ``jail``, the stream ``filter``.
 
 Owns: which they are and where the results are kept. Must not know: what they do.
 

@@ -65,7 +65,7 @@ class MicroVmRuntime:
         if not self._qemu.live:
             lacks["live_migration"] = f"QEMU {self._qemu.version[0]} corrupts busy guests that move live: {setup.MEND}"
         name = "mv-" + hashlib.sha256(str(self._state).encode()).hexdigest()[:12]
-        groups = await asyncio.to_thread(cgroup.find, name)
+        groups = await asyncio.to_thread(cgroup.find, name, existing=True)
         if groups is None:
             raise RuntimeUnavailable("no control group can be made here for memory and processes: run as root")
         self._site = Site(self._state / "vms", self._qemu.path, str(made.jail), groups)
@@ -86,7 +86,7 @@ class MicroVmRuntime:
 
     async def _made(self, image: Image) -> template.Made:
         site, guest, qemu = self._ready()
-        where = template.place(self._state / "templates", image, guest, qemu.version)
+        where = template.place(self.templates, image, guest, qemu.version)
         async with self._making.setdefault(where.name, asyncio.Lock()):
             found = self._templates.get(image.id) or await asyncio.to_thread(template.load, where)
             if found is None or (found.shape.kvm and not self._kvm):
@@ -101,7 +101,7 @@ class MicroVmRuntime:
         self._templates.pop(image_id, None)
         for waiting in self._pool.pop(image_id, []):
             await waiting.kill()
-        for path in (self._state / "templates").glob(f"{image_id}.*"):
+        for path in (self.templates).glob(f"{image_id}.*"):
             await asyncio.to_thread(shutil.rmtree, path, True)
 
     async def shared(self, image_id: str) -> int:
@@ -167,8 +167,8 @@ class MicroVmRuntime:
             raise SandboxError(f"sandbox id {spec.id} is in use")
         self._starting.add(spec.id)
         try:
-            made = await self._made(spec.image)
             kept = Path(snapshot.directory) if snapshot else None
+            made = await (self._made(spec.image) if kept is None else self._of_state(spec.image, kept))
             machine = await self.start_vm(spec, made, kept, memory=snapshot is None or snapshot.memory)
             instance = MicroVm(spec, made, self, self._store(spec.id), machine, "running")
             try:
@@ -182,17 +182,50 @@ class MicroVmRuntime:
             self._starting.discard(spec.id)
         return instance
 
+    async def _of_state(self, image: Image, kept: Path) -> template.Made:
+        """The very template that a state was taken from: it holds nothing else's pages."""
+        try:
+            wanted = (kept / state.TEMPLATE).read_text()
+        except OSError as error:
+            raise SandboxError(f"{kept} holds no state of a virtual machine: {error.strerror}") from error
+        return await self.of_digest(image, wanted)
+
+    async def of_digest(self, image: Image, wanted: str) -> template.Made:
+        made = await asyncio.to_thread(template.with_digest, self.templates, image, wanted)
+        if made is None:
+            raise TemplateNotFound(
+                f"template {image.name!r} is not here as it was when the state was taken: move the sandbox from a host "
+                "that holds it, which brings the template along"
+            )
+        return made
+
+    @property
+    def templates(self) -> Path:
+        """Where templates are kept."""
+        return self._state / "templates"
+
+    async def receive(self, spec: Spec, made: template.Made) -> MicroVm:
+        """An instance whose machine waits for its state. The caller loads, and runs or kills it."""
+        site, _, _ = self._ready()
+        if spec.id in self._instances or spec.id in self._starting:
+            raise SandboxError(f"sandbox id {spec.id} is in use")
+        self._starting.add(spec.id)
+        try:
+            machine = await self._spawn(made, made.overlay, spec.limits)
+            await asyncio.to_thread((site.directory / machine.record.directory / "owner").write_text, spec.id)
+            instance = MicroVm(spec, made, self, self._store(spec.id), machine, "running")
+            self._instances[spec.id] = instance
+        finally:
+            self._starting.discard(spec.id)
+        return instance
+
     def _store(self, sandbox: str) -> Path:
         return self._state / "paused" / hashlib.sha256(sandbox.encode()).hexdigest()[:32]
 
     async def adopt(self, record: bytes) -> MicroVm | None:
-        site, guest, qemu = self._ready()
+        site, _, _ = self._ready()
         found = msgspec.json.decode(record, type=Record)
-        where = template.place(self._state / "templates", found.spec.image, guest, qemu.version)
-        made = await asyncio.to_thread(template.load, where)
-        if made is None:
-            raise TemplateNotFound(f"the template of sandbox {found.spec.id} is gone from {where.parent}")
-        self._templates[found.spec.image.id] = made
+        made = await self.of_digest(found.spec.image, found.template)
         machine = None
         if found.kept == "running":
             machine = await Vm.find(site, found.vm) if found.vm else None
@@ -226,7 +259,7 @@ class MicroVmRuntime:
             if path.name not in stores:
                 await asyncio.to_thread(shutil.rmtree, path, True)
                 swept.append(f"paused state {path.name}")
-        for path in sorted((self._state / "templates").glob(".making-*")):
+        for path in sorted((self.templates).glob(".making-*")):
             if not any(lock.locked() for lock in self._making.values()):
                 await asyncio.to_thread(shutil.rmtree, path, True)
                 swept.append(f"unfinished template {path.name}")

@@ -24,7 +24,10 @@ from venusrl.sandboxes.protocol import RuntimeUnavailable
 from venusrl.sandboxes.runtimes.microvm import programs
 
 QEMU = "qemu-system-x86_64"
-MEND = "apt install qemu-system-x86 qemu-utils e2fsprogs (Debian 12: from bookworm-backports), then: venusrl env setup microvm"
+MEND = (
+    "apt install qemu-system-x86 qemu-utils e2fsprogs (Debian 12: from bookworm-backports), "
+    "then: venusrl env setup microvm"
+)
 LIVE_VERSION = (9, 0)
 """Older ones corrupt a busy guest that moves while it runs."""
 READONLY_VERSION = (8, 2)
@@ -73,7 +76,7 @@ async def output(*command: str, timeout_s: float = 60.0) -> tuple[int, str]:
 async def check_qemu() -> Qemu:
     """Raises RuntimeUnavailable when it is missing or too old to share a template's memory safely."""
     for tool in (QEMU, "qemu-img", "mkfs.ext4"):
-        if shutil.which(tool) is None and not Path("/usr/sbin", tool).exists():
+        if shutil.which(tool, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") is None:
             raise RuntimeUnavailable(f"{tool} is not installed: {MEND}")
     path = shutil.which(QEMU) or ""
     _, said = await output(path, "--version")
@@ -93,7 +96,7 @@ async def setup(state: Path, package: Path | None = None) -> str:
     """
     qemu = await check_qemu()
     kernel = state / "kernel"
-    state.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(state.mkdir, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=state) as work:
         deb = package or await _download(Path(work))
         tree = Path(work) / "tree"
@@ -116,7 +119,7 @@ async def _download(work: Path) -> Path:
     process = await asyncio.create_subprocess_exec("apt-get", "-q", "download", found[1], cwd=work)
     if await asyncio.wait_for(process.wait(), 600):
         raise RuntimeUnavailable(f"apt-get download {found[1]} failed: run apt-get update")
-    return next(work.glob("*.deb"))
+    return (await asyncio.to_thread(lambda: list(work.glob("*.deb"))))[0]
 
 
 def _pick(tree: Path, made: Path) -> None:

@@ -18,6 +18,8 @@ from venusrl.sandboxes.runtimes.microvm.vm import Vm, copy_sparse
 
 MEMORY = "memory"
 OVERLAY = "overlay.qcow2"
+TEMPLATE = "template"
+"""Holds the digest of the template's memory that the state belongs to."""
 _MOVE_S = 300.0
 
 

@@ -35,6 +35,7 @@ _BOOT_S = 180.0
 _READY_S = 120.0
 _READY_PAUSE_S = 0.2
 _SPARE_MIB = 48
+_BLOCK = 65536
 _SAFE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -82,6 +83,18 @@ def load(directory: Path) -> Made | None:
     return None
 
 
+FILES = ("root.img", "memory", "state", "empty.qcow2")
+
+
+def with_digest(root: Path, image: Image, wanted: str) -> Made | None:
+    """The template of ``image`` whose memory has this digest: the one that a state was taken from."""
+    for path in sorted(root.glob(f"{image.id}.*")):
+        found = load(path)
+        if found is not None and found.digest == wanted:
+            return found
+    return None
+
+
 async def make(image: Image, target: Path, site: Site, guest: Guest, kvm: bool) -> Made:
     """Boot the image once, run its start command, and keep the running machine."""
     if not image.layers:
@@ -105,7 +118,7 @@ async def make(image: Image, target: Path, site: Site, guest: Guest, kvm: bool) 
             await vm.quit()
         finally:
             await vm.kill()
-        digest = await asyncio.to_thread(_seal, work)
+        digest = await asyncio.to_thread(seal, work)
         made = Made(image, str(target), shape, digest)
         (work / "template.json").write_bytes(msgspec.json.encode(made))
         await asyncio.to_thread(work.rename, target)
@@ -241,29 +254,29 @@ def _merged(layers: tuple[str, ...], target: Path) -> Iterator[str]:
         subprocess.run(["umount", target], check=True)
 
 
-def _seal(work: Path) -> str:
-    for name in ("memory", "root.img", "state", "empty.qcow2"):
+def seal(work: Path) -> str:
+    for name in FILES:
         os.chown(work / name, 0, 0)
         (work / name).chmod(0o444)
     return digest(work / "memory")
 
 
 def digest(memory: Path) -> str:
-    """SHA-256 of where the file has data, and of that data. Holes are not read: reading them would fill the cache."""
+    """SHA-256 of the blocks that are not all zero and of where they are. Holes are hardly read: reading a hole would fill
+    the page cache."""
     found = hashlib.sha256()
+    zeros = bytes(_BLOCK)
     with memory.open("rb") as file:
         at, size = 0, os.fstat(file.fileno()).st_size
         while at < size:
             try:
-                at = os.lseek(file.fileno(), at, os.SEEK_DATA)
+                at = os.lseek(file.fileno(), at, os.SEEK_DATA) // _BLOCK * _BLOCK
             except OSError:
-                break
-            end = os.lseek(file.fileno(), at, os.SEEK_HOLE)
-            while at < end:
-                piece = os.pread(file.fileno(), min(1 << 20, end - at), at)
-                if any(piece):
-                    found.update(at.to_bytes(8, "little") + piece)
-                at += len(piece)
+                break  # only a hole is left
+            piece = os.pread(file.fileno(), _BLOCK, at)
+            if piece != zeros:
+                found.update(at.to_bytes(8, "little") + piece)
+            at += _BLOCK
     return found.hexdigest()
 
 

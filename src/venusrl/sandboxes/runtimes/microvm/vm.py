@@ -26,7 +26,8 @@ from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable, SandboxGone
 from venusrl.sandboxes.runtimes.microvm import machine
 from venusrl.sandboxes.runtimes.microvm.machine import Shape
 from venusrl.sandboxes.runtimes.microvm.qmp import QemuError, Qmp
-from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups, SandboxGroup
+from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
+from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
 
 UID_BASE = 0x6F00_0000
 """Every QEMU has a uid of its own, below the ranges of namespaces: one that breaks out meets no other's process."""
@@ -188,10 +189,10 @@ class Vm:
         return f"the virtual machine ended: {_said(self.path) or 'its kernel stopped or it was shut down'}"
 
     @property
-    def group(self) -> SandboxGroup | None:
+    def group(self) -> PersistentGroup | None:
         if self._site.groups is None or not self.path.exists():
             return None
-        return SandboxGroup(self._site.groups, self.record.directory, None)
+        return PersistentGroup(self._site.groups, self.record.directory, None)
 
     def kernel_memory(self) -> int:
         """Bytes that the kernel holds for its group. Blocking, cheap."""
@@ -273,7 +274,8 @@ def _launch(site: Site, path: Path, parts: Parts, limits: Limits) -> int:
         with _opened(*disks) as fds, (path / "log").open("wb") as log:
             files = machine.Files(
                 "" if parts.own_memory else ("/wram" if parts.overlay is None else "/ram"),
-                *(sock.fileno() for sock in sockets),
+                sockets[0].fileno(),
+                sockets[1].fileno(),
                 fds[0],
                 fds[1] if parts.overlay is not None else None,
             )
@@ -311,7 +313,7 @@ def _group(site: Site, name: str, limits: Limits) -> list[str]:
     if site.groups is None:
         return []
     wider = Limits(memory_mib=limits.memory_mib + QEMU_MIB, pids=_QEMU_TASKS, cpus=limits.cpus)
-    SandboxGroup(site.groups, name, wider)
+    PersistentGroup(site.groups, name, wider)
     entry = "tasks" if site.groups.version == 1 else "cgroup.procs"
     return [str(directory / name / entry) for directory in site.groups.directories.values()]
 
@@ -343,7 +345,7 @@ def _erase(site: Site, path: Path) -> None:
         if record.started and start_time(record.pid) == record.started:
             os.kill(record.pid, signal.SIGKILL)
     if site.groups is not None:
-        SandboxGroup(site.groups, path.name, None).remove()
+        PersistentGroup(site.groups, path.name).end()
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,0 +1,398 @@
+"""A running machine moves to another host that shares no directory with this one.
+
+Owns: the order of a move, what is said on its three byte streams, the template's files when the other side lacks them.
+Must not know: how the streams are made or authenticated (``Dial``), who decides to move.
+
+The streams, by name: ``control`` (a line of JSON each way and step), ``memory`` (QEMU's stream, filtered), ``disk``
+(NBD, while the machine runs). A template that the receiver lacks goes over ``control`` first.
+
+Guarantees: the machine runs on one side only: the receiver's starts after the sender said that its own never will
+again, and the sender's goes on when anything fails before that. The arrived machine maps the same template memory and
+holds only what differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError
+from venusrl.sandboxes.runtimes.base import Spec
+from venusrl.sandboxes.runtimes.microvm import machine, template
+from venusrl.sandboxes.runtimes.microvm.instance import MicroVm
+from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
+from venusrl.sandboxes.runtimes.microvm.template import Made
+from venusrl.sandboxes.runtimes.microvm.vm import Vm
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Dial = Callable[[str], Awaitable[Streams]]
+"""Gives the stream of that name, the same on both sides. The move closes it."""
+
+_STEP_S = 60.0
+_MOVE_S = 120.0
+_PIECE = 1 << 20
+_LARGEST = 1 << 44
+_DOWNTIME_MS = 30
+_PATIENCE_S = 3.0
+"""A guest that dirties faster than the stream gets twice the pause each time this has passed."""
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """What a move took: pages sent, and pages that the receiver's template has already."""
+
+    sent: int
+    shared: int
+
+
+class _Control:
+    def __init__(self, streams: Streams) -> None:
+        self.reader, self.writer = streams
+
+    async def say(self, **words: Any) -> None:
+        self.writer.write(json.dumps(words).encode() + b"\n")
+        await self.writer.drain()
+
+    async def hear(self, wanted: str, timeout_s: float = _STEP_S) -> Any:
+        """The value said under ``wanted``. Raises SandboxError when the other side failed or says something else."""
+        try:
+            line = await asyncio.wait_for(self.reader.readline(), timeout_s)
+            words = json.loads(line) if line else {}
+        except (TimeoutError, ValueError, OSError) as error:
+            raise SandboxError(f"the other host said nothing of {wanted!r}: {error!r}") from error
+        if not isinstance(words, dict) or wanted not in words:
+            raise SandboxError(f"the other host gave up: {str(words.get('error', 'it hung up'))[:500]}")
+        return words[wanted]
+
+
+async def send(runtime: MicroVmRuntime, instance: MicroVm, dial: Dial) -> Moved:
+    """Move ``instance`` away. When it returns the sandbox is not here any more; when it raises, it runs on here."""
+    vm, door = instance.leave_to()
+    async with door.awake(), _streams(dial) as (control, memory, disk):
+        gone = False
+        try:
+            await _offer(control, instance)
+            async with _disk_to(vm, disk) as finish_disk:
+                moved = await _memory_to(vm, instance, runtime.filter_program, control, memory, finish_disk)
+            await control.hear("loaded")
+            gone = True
+            await control.say(go=True)
+        finally:
+            if not gone:
+                await _stay(instance, vm)
+    await instance.left()
+    with contextlib.suppress(SandboxError):
+        await control.hear("running", 1.0)
+    return moved
+
+
+@contextlib.asynccontextmanager
+async def _streams(dial: Dial) -> AsyncIterator[tuple[_Control, Streams, Streams]]:
+    made: list[Streams] = []
+    try:
+        for name in ("control", "memory", "disk"):
+            made.append(await asyncio.wait_for(dial(name), _STEP_S))  # noqa: PERF401 - what was made is closed
+        yield _Control(made[0]), made[1], made[2]
+    finally:
+        for _, writer in made:
+            writer.close()
+
+
+async def _stay(instance: MicroVm, vm: Vm) -> None:
+    if not vm.alive:
+        return
+    with contextlib.suppress(SandboxError):
+        await vm.qmp.ask("migrate_cancel")
+    with contextlib.suppress(SandboxError):
+        await instance.stay()
+
+
+async def _offer(control: _Control, instance: MicroVm) -> None:
+    """Say which template it is of; send it when it is wanted."""
+    await control.say(template=instance.made.digest, shape=msgspec.to_builtins(instance.made.shape))
+    if await control.hear("want"):
+        for name in (*template.FILES, "template.json"):
+            await _send_file(control, instance.made.directory / name)
+        await control.say(end=True)
+    await control.hear("ready", 300.0)
+
+
+async def _send_file(control: _Control, path: Path) -> None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        await control.say(file=path.name)
+        await control.say(size=size)
+        at = 0
+        while at < size:
+            try:
+                at = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            except OSError:
+                break
+            data = await asyncio.to_thread(os.pread, file.fileno(), _PIECE, at)
+            await control.say(at=at, length=len(data))
+            control.writer.write(data)
+            await control.writer.drain()
+            at += len(data)
+        await control.say(at=-1, length=0)
+
+
+@contextlib.asynccontextmanager
+async def _disk_to(vm: Vm, disk: Streams) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Mirror the overlay while this is held. What is yielded ends the mirror with both sides equal."""
+    ours, theirs = socket.socketpair()
+    relay: asyncio.Task[None] | None = None
+    try:
+        await vm.qmp.give("nbd", theirs.fileno())
+        theirs.close()
+        relay = asyncio.create_task(_relay(await asyncio.open_unix_connection(sock=ours), disk), name="disk of a move")
+        node = {"driver": "nbd", "node-name": "target", "export": "disk", "server": {"type": "fd", "str": "nbd"}}
+        await vm.qmp.ask("blockdev-add", node)
+        vm.qmp.events.clear()
+        job = {"job-id": "mirror", "device": "disk", "target": "target", "sync": "top"}
+        await vm.qmp.ask("blockdev-mirror", job)
+        await _event(vm, "BLOCK_JOB_READY", _MOVE_S)
+
+        async def finish() -> None:
+            await vm.qmp.ask("block-job-cancel", {"device": "mirror"})
+            await _event(vm, "BLOCK_JOB_COMPLETED", _STEP_S)
+            await vm.qmp.ask("blockdev-del", {"node-name": "target"})
+
+        try:
+            yield finish
+        except BaseException:
+            with contextlib.suppress(SandboxError):
+                await vm.qmp.ask("block-job-cancel", {"device": "mirror", "force": True})
+                await _event(vm, "BLOCK_JOB_CANCELLED", _STEP_S)
+            raise
+        finally:
+            with contextlib.suppress(SandboxError):
+                await vm.qmp.ask("blockdev-del", {"node-name": "target"})
+    finally:
+        theirs.close()
+        if relay is not None:
+            relay.cancel()
+            await asyncio.gather(relay, return_exceptions=True)
+
+
+async def _event(vm: Vm, name: str, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while name not in vm.qmp.events:
+                if "BLOCK_JOB_ERROR" in vm.qmp.events or not vm.alive:
+                    raise SandboxError("the disk could not be copied to the other host")
+                await asyncio.sleep(0.001)
+    except TimeoutError:
+        raise SandboxError(f"QEMU did not come to {name} within {timeout_s:.0f} s") from None
+
+
+async def _memory_to(
+    vm: Vm,
+    instance: MicroVm,
+    filter_program: str,
+    control: _Control,
+    memory: Streams,
+    finish_disk: Callable[[], Awaitable[None]],
+) -> Moved:
+    """The memory, live; at the end the disk's rest, then the devices."""
+    out = memory[1].get_extra_info("socket")
+    read, write = os.pipe()
+    process = None
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(filter_program, str(instance.made.memory), machine.MEMORY_BLOCK),
+            stdin=read,
+            stdout=out.fileno(),
+            stderr=asyncio.subprocess.PIPE,
+            env={},
+        )
+        await vm.qmp.give("out", write)
+        os.close(write)
+        write = -1
+        vm.qmp.events.pop("MIGRATION", None)
+        await vm.qmp.ask("migrate-set-parameters", {"max-bandwidth": 1 << 40, "downtime-limit": _DOWNTIME_MS})
+        await vm.qmp.ask("migrate", {"uri": "fd:out"})
+        await _until_switchover(vm)
+        await instance.hang_up()
+        await finish_disk()
+        await control.say(disk=True)
+        await control.hear("disk")
+        await vm.qmp.ask("migrate-continue", {"state": "pre-switchover"})
+        await vm.qmp.migrated(timeout_s=_STEP_S)
+        _, said = await asyncio.wait_for(process.communicate(), _STEP_S)
+        if process.returncode:
+            raise SandboxError(f"the machine's memory could not be sent: {said.decode(errors='replace')[:300]}")
+        if memory[1].can_write_eof():
+            memory[1].write_eof()
+        sent, shared = said.split()
+        return Moved(int(sent), int(shared))
+    finally:
+        os.close(read)
+        if write >= 0:
+            os.close(write)
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _until_switchover(vm: Vm) -> None:
+    loop = asyncio.get_running_loop()
+    began = widened = loop.time()
+    downtime = _DOWNTIME_MS
+    while (status := vm.qmp.events.get("MIGRATION", {}).get("status")) != "pre-switchover":
+        if status in ("failed", "cancelled", "completed") or not vm.alive:
+            raise SandboxError(f"the machine's memory did not move: {status}")
+        if loop.time() - began > _MOVE_S:
+            raise SandboxError(f"the machine's memory did not move within {_MOVE_S:.0f} s")
+        if loop.time() - widened > _PATIENCE_S:
+            widened, downtime = loop.time(), min(2 * downtime, 2000)
+            await vm.qmp.ask("migrate-set-parameters", {"downtime-limit": downtime})
+        await asyncio.sleep(0.001)
+
+
+async def receive(runtime: MicroVmRuntime, spec: Spec, dial: Dial) -> MicroVm:
+    """Take in what ``send`` on another host moves here. The sandbox runs when it returns; when it raises, nothing is
+    left here."""
+    instance: MicroVm | None = None
+    async with _streams(dial) as (control, memory, disk):
+        try:
+            made = await _accept(runtime, spec, control)
+            instance = await runtime.receive(spec, made)
+            vm = instance.vm
+            assert vm is not None
+            async with _disk_from(vm, disk) as stop_disk:
+                await control.say(ready=True)
+                await _memory_from(vm, control, memory, stop_disk)
+            await control.say(loaded=True)
+            await control.hear("go")
+            await instance.run(fresh=False)
+            await control.say(running=True)
+        except BaseException as error:
+            if instance is not None:
+                await instance.kill()
+            if isinstance(error, SandboxError | OSError):
+                with contextlib.suppress(OSError):
+                    await control.say(error=str(error)[:500])
+            raise
+    return instance
+
+
+async def _accept(runtime: MicroVmRuntime, spec: Spec, control: _Control) -> Made:
+    wanted = str(await control.hear("template"))
+    made = await asyncio.to_thread(template.with_digest, runtime.templates, spec.image, wanted)
+    await control.say(want=made is None)
+    return made or await _receive_template(runtime, spec, control, wanted)
+
+
+async def _receive_template(runtime: MicroVmRuntime, spec: Spec, control: _Control, wanted: str) -> Made:
+    """A hash of the memory decides whether it is what was announced."""
+    work = runtime.templates / f".making-{secrets.token_hex(6)}"
+    await asyncio.to_thread(work.mkdir, parents=True)
+    try:
+        for name in (*template.FILES, "template.json"):
+            if await control.hear("file") != name:
+                raise SandboxError("the other host sends something else than a template")
+            await _receive_file(control, work / name, int(await control.hear("size")))
+        await control.hear("end")
+        if await asyncio.to_thread(template.seal, work) != wanted:
+            raise SandboxError("the template was damaged on its way")
+        if template.load(work) is None:
+            raise SandboxError("the template's description was damaged on its way")
+        target = runtime.templates / f"{spec.image.id}.{wanted[:16]}"
+        await asyncio.to_thread(shutil.rmtree, target, True)
+        await asyncio.to_thread(work.rename, target)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, work, True)
+    return await runtime.of_digest(spec.image, wanted)
+
+
+async def _receive_file(control: _Control, path: Path, size: int) -> None:
+    if not 0 <= size <= _LARGEST:
+        raise SandboxError("a template's file has no bounds")
+    with path.open("xb") as file:
+        os.ftruncate(file.fileno(), size)
+        while (piece := await _piece(control))[0] >= 0:
+            data = await asyncio.wait_for(control.reader.readexactly(piece[1]), _STEP_S)
+            await asyncio.to_thread(os.pwrite, file.fileno(), data, piece[0])
+
+
+async def _piece(control: _Control) -> tuple[int, int]:
+    line = await asyncio.wait_for(control.reader.readline(), _STEP_S)
+    words = json.loads(line)
+    at, length = int(words["at"]), int(words["length"])
+    if not 0 <= length <= _PIECE or at >= _LARGEST:
+        raise SandboxError("a piece of a template has no bounds")
+    return at, length
+
+
+@contextlib.asynccontextmanager
+async def _disk_from(vm: Vm, disk: Streams) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    listener = socket.socket(socket.AF_UNIX)
+    relay: asyncio.Task[None] | None = None
+    try:
+        name = "\0" + secrets.token_hex(16)  # of this network namespace only, and gone with the socket
+        listener.bind(name)
+        listener.listen(1)
+        await vm.qmp.give("nbd", listener.fileno())
+        await vm.qmp.ask("nbd-server-start", {"addr": {"type": "fd", "data": {"str": "nbd"}}, "max-connections": 1})
+        export = {"type": "nbd", "id": "disk", "node-name": "disk", "name": "disk", "writable": True}
+        await vm.qmp.ask("block-export-add", export)
+        relay = asyncio.create_task(_relay(await asyncio.open_unix_connection(name), disk), name="disk of a move")
+
+        async def stop() -> None:
+            await vm.qmp.ask("nbd-server-stop")
+
+        yield stop
+    finally:
+        listener.close()
+        if relay is not None:
+            relay.cancel()
+            await asyncio.gather(relay, return_exceptions=True)
+
+
+async def _memory_from(vm: Vm, control: _Control, memory: Streams, stop_disk: Callable[[], Awaitable[None]]) -> None:
+    read, write = os.pipe()
+    feeding: asyncio.Task[None] | None = None
+    try:
+        await vm.qmp.give("in", read)
+        transport, protocol = await asyncio.get_running_loop().connect_write_pipe(
+            asyncio.streams.FlowControlMixin, os.fdopen(write, "wb")
+        )
+        pipe = asyncio.StreamWriter(transport, protocol, None, asyncio.get_running_loop())
+        feeding = asyncio.create_task(_copy(memory[0], pipe), name="memory of a move")
+        await vm.qmp.ask("migrate-incoming", {"uri": "fd:in"})
+        await control.hear("disk", 2 * _MOVE_S)
+        await stop_disk()
+        await control.say(disk=True)
+        await vm.qmp.migrated(timeout_s=_STEP_S)
+    finally:
+        os.close(read)
+        if feeding is not None:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    try:
+        while data := await source.read(_PIECE):
+            target.write(data)
+            await target.drain()
+    finally:
+        target.close()
+
+
+async def _relay(one: Streams, other: Streams) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_copy(one[0], other[1]))
+            group.create_task(_copy(other[0], one[1]))
+    except* OSError as error:
+        raise RuntimeUnavailable(f"the connection between two hosts broke: {error.exceptions[0]}") from error
