@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +56,8 @@ def serve(
     $ venusrl env serve --listen 127.0.0.1:3000
     """
     from venusrl.sandboxes.manager.asks import Settings
-    from venusrl.sandboxes.manager.serve import ServeConfig, Server, default_state
+    from venusrl.sandboxes.manager.serve import ServeConfig, Server
+    from venusrl.sandboxes.manager.state import default_state
 
     names = tuple(runtime or ("namespace",))
     config = ServeConfig(
@@ -139,6 +141,25 @@ def _announce(server: Server, json_output: bool) -> None:
         console.print("  export E2B_API_KEY=...   (one of your keys; venusrl env key create makes one)", markup=False)
 
 
+class Setup(StrEnum):
+    MICROVM = "microvm"
+
+
+@app.command("setup")
+def setup(
+    what: Annotated[Setup, typer.Argument(help="The runtime to prepare.")],
+    package: Annotated[Path | None, typer.Option(help="The kernel's .deb file. Default: fetched with apt.")] = None,
+    state: _State = None,
+) -> None:
+    """Prepare a runtime that needs more than what is installed: the guest kernel of microVMs. Installs nothing."""
+    from venusrl.sandboxes.manager.state import default_state
+    from venusrl.sandboxes.runtimes.microvm import setup as microvm
+
+    folder = (state or default_state()).absolute() / "runtimes" / what.value
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stdout().print(asyncio.run(microvm.setup(folder, package)), markup=False)
+
+
 # Keys
 
 
@@ -154,7 +175,7 @@ def create_key(
     """Make a key and print it: it is stored as a hash alone and cannot be shown again. The service may be running."""
     from venusrl.clock import SystemClock
     from venusrl.sandboxes.manager import keys
-    from venusrl.sandboxes.manager.serve import default_state, open_state
+    from venusrl.sandboxes.manager.state import default_state, open_state
 
     store = open_state(state or default_state())
     with contextlib.closing(store):
@@ -176,7 +197,7 @@ def create_key(
 @keys_app.command("list")
 def list_keys(state: _State = None, json_output: _Json = False) -> None:
     """The keys, without their text."""
-    from venusrl.sandboxes.manager.serve import default_state, open_state
+    from venusrl.sandboxes.manager.state import default_state, open_state
 
     with contextlib.closing(open_state(state or default_state())) as store:
         found = store.all_keys()
@@ -188,13 +209,14 @@ def list_keys(state: _State = None, json_output: _Json = False) -> None:
     rows = [
         (key.id, key.name, key.mask, key.tenant, str(key.max_sandboxes), env_view.ago(key.last_used)) for key in found
     ]
-    stdout().print(table(("id", "name", "key", "tenant", "sandboxes", "used"), rows, right=("sandboxes",)))
+    columns = ("id", "name", "key", "tenant", "sandboxes", "used")
+    stdout().print(env_view.whole(table(columns, rows, right=("sandboxes",))))
 
 
 @keys_app.command("revoke")
 def revoke_key(key: Annotated[str, typer.Argument(help="The key's id.")], state: _State = None) -> None:
     """Refuse a key from now on. Its sandboxes live until their time is up."""
-    from venusrl.sandboxes.manager.serve import default_state, open_state
+    from venusrl.sandboxes.manager.state import default_state, open_state
 
     with contextlib.closing(open_state(state or default_state())) as store:
         if not store.remove_key(key):

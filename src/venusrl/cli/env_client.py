@@ -43,11 +43,11 @@ async def caller_for(state: Path | None, url: str) -> AsyncIterator[Caller]:
 
 
 def _service(state: Path | None, url: str) -> tuple[str, str]:
-    from venusrl.sandboxes.manager.serve import ADMIN_KEY, default_state
+    from venusrl.sandboxes.manager.state import ADMIN_KEY, URL, default_state
 
     where = state or default_state()
     key = os.environ.get("VENUSRL_ENV_ADMIN_KEY") or _read(where / ADMIN_KEY)
-    address = url or _read(where / "url")
+    address = url or _read(where / URL)
     if not address:
         raise CommandError(f"no service has been started with the state directory {where}: say --url or --state")
     if not key:

@@ -63,7 +63,13 @@ def sandboxes(found: list[dict[str, Any]]) -> Table:
             )
         )
     columns = ("sandbox", "template", "node", "runtime", "state", "memory", "left", "idle", "priority")
-    return table(columns, rows, right=("memory", "left", "idle", "priority"))
+    return whole(table(columns, rows, right=("memory", "left", "idle", "priority")))
+
+
+def whole(made: Table) -> Table:
+    """With its first column, the ids, never broken over two lines: they are there to be copied."""
+    made.columns[0].no_wrap = True
+    return made
 
 
 def _nodes(nodes: list[dict[str, Any]]) -> Table:

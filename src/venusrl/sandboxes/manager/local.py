@@ -60,4 +60,12 @@ def _runtime(name: str, state: Path) -> Runtime:
         from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
 
         return NamespaceRuntime(state)
+    if name == "microvm":
+        from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
+
+        return MicroVmRuntime(state)
+    if name == "gvisor":
+        from venusrl.sandboxes.runtimes.gvisor.runtime import GvisorRuntime
+
+        return GvisorRuntime(state)
     raise ManagerError(f"there is no runtime {name!r}: choose of {', '.join(RUNTIMES)}")

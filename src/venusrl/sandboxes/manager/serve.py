@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,11 +26,11 @@ from venusrl.sandboxes.manager.gateway_listener import Listener
 from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.routes_nodes import Connector
 from venusrl.sandboxes.manager.service import Service
+from venusrl.sandboxes.manager.state import ADMIN_KEY, DEFAULT_KEY, JOIN_KEY, SECRET, open_state
 from venusrl.sandboxes.manager.store import StateLock, Store
 from venusrl.sandboxes.manager.tokens import Secret
 
 _log = logging.getLogger(__name__)
-DEFAULT_KEY, ADMIN_KEY, JOIN_KEY, SECRET, DATABASE = "api-key", "admin-key", "join-key", "secret", "manager.db"
 
 
 class ServeConfig(msgspec.Struct, frozen=True):
@@ -46,24 +45,6 @@ class ServeConfig(msgspec.Struct, frozen=True):
     reserve: int | None = None
     overload: float | None = None
     settings: Settings = Settings()
-
-
-def default_state() -> Path:
-    """``VENUSRL_ENV_STATE``, else below the user's state directory."""
-    given = os.environ.get("VENUSRL_ENV_STATE")
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(base) / "venusrl" / "env"
-
-
-def open_state(state: Path) -> Store:
-    """The database of a state directory, made if need be. Raises ManagerError."""
-    try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ManagerError(f"{state} cannot be made ({error.strerror}): choose another --state") from error
-    return Store(state / DATABASE)
 
 
 def address(text: str) -> tuple[str, int]:

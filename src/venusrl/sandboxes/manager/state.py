@@ -1,0 +1,41 @@
+"""Where a service keeps its state, and what the files there are called.
+
+Owns: the place of the state directory, the names in it, how its database is opened.
+
+Must not know: HTTP, hosts. Imports nothing heavy: the command line uses it for keys.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from venusrl.sandboxes.manager.errors import ManagerError
+from venusrl.sandboxes.manager.store import Store
+
+DEFAULT_KEY, ADMIN_KEY, JOIN_KEY, SECRET, DATABASE, URL = (
+    "api-key",
+    "admin-key",
+    "join-key",
+    "secret",
+    "manager.db",
+    "url",
+)
+
+
+def default_state() -> Path:
+    """``VENUSRL_ENV_STATE``, else below the user's state directory."""
+    given = os.environ.get("VENUSRL_ENV_STATE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "venusrl" / "env"
+
+
+def open_state(state: Path) -> Store:
+    """The database of a state directory, made if need be. Raises ManagerError."""
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ManagerError(f"{state} cannot be made ({error.strerror}): choose another --state") from error
+    return Store(state / DATABASE)

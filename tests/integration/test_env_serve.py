@@ -1,0 +1,130 @@
+"""``venusrl env`` as a user runs it: processes, signals, restarts, real namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of the service need root: run as root")
+e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
+COMMAND = [sys.executable, "-m", "venusrl.cli.main", "env"]
+
+
+class Serving:
+    """``venusrl env serve`` on one state directory, and what it printed."""
+
+    def __init__(self, state: Path, *options: str) -> None:
+        self.state = state
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", "--state", str(state), "--listen", "127.0.0.1:0", "--json", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n"):
+            line = self.process.stdout.readline()
+            if not line:
+                assert self.process.stderr is not None
+                raise AssertionError(self.process.stderr.read())
+            text += line
+        self.told: dict[str, Any] = json.loads(text)
+        environment = self.told["environment"]
+        self.options = {
+            "api_key": environment["E2B_API_KEY"],
+            "api_url": environment["E2B_API_URL"],
+            "sandbox_url": environment["E2B_SANDBOX_URL"],
+        }
+
+    def end(self, number: int) -> str:
+        """What it said on stderr."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=30)
+        return errors
+
+
+def env(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "state"
+    left = Serving(tmp_path / "state", "--kill-on-exit")  # whatever a failed test left behind
+    assert "were ended" in left.end(signal.SIGINT)
+
+
+def test_sandboxes_outlive_their_service(state: Path) -> None:
+    first = Serving(state)
+    box = e2b.Sandbox.create("host", timeout=600, **first.options)
+    short = e2b.Sandbox.create("host", timeout=3, **first.options)
+    paused = e2b.Sandbox.create("host", **first.options)
+    paused.files.write("/home/user/x", "kept")
+    paused.pause()
+    ticking = box.commands.run("while :; do date +%s%N > /tmp/tick; sleep 0.05; done", background=True)
+    second = env("serve", "--state", str(state), "--listen", "127.0.0.1:0")
+    assert second.returncode == 1
+    assert f"in use by another service (process {first.process.pid})" in second.stderr
+    first.end(signal.SIGKILL)
+    time.sleep(1.0)
+
+    again = Serving(state)
+    assert again.options["api_key"] == first.options["api_key"]
+    box = e2b.Sandbox.connect(box.sandbox_id, **again.options)
+    assert [one.pid for one in box.commands.list()] == [ticking.pid]
+    before = box.files.read("/tmp/tick")
+    deadline = time.monotonic() + 20
+    while box.files.read("/tmp/tick") == before:
+        assert time.monotonic() < deadline, "the process did not go on"
+    while e2b.Sandbox.list(**again.options).next_items()[-1].sandbox_id == short.sandbox_id:
+        assert time.monotonic() < deadline, "its time to live did not hold over the restart"
+    paused = e2b.Sandbox.connect(paused.sandbox_id, **again.options)
+    assert paused.files.read("/home/user/x") == "kept"
+    said = again.end(signal.SIGINT)
+    assert "stopped; 2 sandboxes go on" in said
+
+    last = Serving(state, "--kill-on-exit")
+    assert len(e2b.Sandbox.list(**last.options).next_items()) == 2
+    assert "2 sandboxes were ended" in last.end(signal.SIGTERM)
+
+
+def test_the_command_line_looks_and_acts(state: Path) -> None:
+    served = Serving(state)
+    try:
+        made = json.loads(
+            env("key", "create", "--state", str(state), "--name", "ci", "--max-sandboxes", "1", "--json").stdout
+        )
+        options = {**served.options, "api_key": made["key"]}
+        box = e2b.Sandbox.create("host", metadata={"venusrl.priority": "2"}, **options)
+        with pytest.raises(e2b.RateLimitException):
+            e2b.Sandbox.create("host", request_timeout=0.5, **options)
+        seen = json.loads(env("top", "--state", str(state), "--json").stdout)
+        assert [one["status"] for one in seen["nodes"]] == ["ready"]
+        assert [(one["id"], one["priority"]) for one in seen["sandboxes"]] == [(box.sandbox_id, 2.0)]
+        assert seen["nodes"][0]["memory"]["capacity"] > 0
+        assert box.sandbox_id in env("list", "--state", str(state), "--json").stdout
+        assert env("kill", box.sandbox_id, "--state", str(state)).returncode == 0
+        assert json.loads(env("list", "--state", str(state), "--json").stdout) == []
+        unknown = env("kill", "nobody", "--state", str(state))
+        assert unknown.returncode == 1
+        assert "was not found" in unknown.stderr
+        assert env("key", "revoke", made["id"], "--state", str(state)).returncode == 0
+        with pytest.raises(e2b.AuthenticationException):
+            e2b.Sandbox.create("host", **options)
+        drained = env("drain", "nowhere", "--state", str(state))
+        assert (drained.returncode, "there is no node" in drained.stderr) == (1, True)
+    finally:
+        served.end(signal.SIGINT)
+    nobody = env("top", "--state", str(state), "--json")
+    assert nobody.returncode == 1
+    assert "venusrl env serve" in nobody.stderr
