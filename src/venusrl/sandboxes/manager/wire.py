@@ -127,7 +127,8 @@ def bounded(value: int | None, default: float, most: float, what: str = "timeout
 
 def ask_of(body: NewSandbox, timeout_s: float, *, secure: bool) -> Ask:
     """Raises Invalid."""
-    for name, value in (("mcp", body.mcp), ("iam", body.iam), ("volumeMounts", body.volume_mounts)):
+    # "mcp" is for the client: it starts the gateway itself, by a command, and says so when the template has none.
+    for name, value in (("iam", body.iam), ("volumeMounts", body.volume_mounts)):
         if value:
             raise Invalid(f"{name} is not supported by this service: leave it out")
     if not body.template:

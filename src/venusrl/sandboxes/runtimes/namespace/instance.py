@@ -52,6 +52,7 @@ class Record(msgspec.Struct, frozen=True):
     state: State
     boot: str
     init: Init | None
+    boot_id: str = ""
 
 
 class Maker(Protocol):
@@ -60,7 +61,7 @@ class Maker(Protocol):
     egress: Egress
     boot: str
 
-    async def begin(self, spec: Spec, files: Path | None) -> Init:
+    async def begin(self, spec: Spec, files: Path | None, boot_id: str) -> Init:
         """Start its processes, with those files. Raises SandboxError, leaving nothing."""
         ...
 
@@ -86,10 +87,11 @@ class Maker(Protocol):
 class NamespaceInstance:
     """Implements ``runtimes.base.Instance``."""
 
-    def __init__(self, maker: Maker, spec: Spec, state: State = "running") -> None:
+    def __init__(self, maker: Maker, spec: Spec, state: State = "running", boot_id: str = "") -> None:
         self._maker = maker
         self._spec = spec
         self._state: State = state
+        self._boot_id = boot_id or str(uuid.uuid4())
         self._init: Init | None = None
         self._pidfd: int | None = None
         self._agent: Agent | None = None
@@ -103,7 +105,7 @@ class NamespaceInstance:
 
     async def launch(self, files: Path | None) -> None:
         """Start it and settle its agent. Raises SandboxError; then ``kill`` is still to be called."""
-        init = await self._maker.begin(self._spec, files)
+        init = await self._maker.begin(self._spec, files, self._boot_id)
         try:
             self.watch(init)
         except SandboxGone:
@@ -153,7 +155,7 @@ class NamespaceInstance:
         return self._agent
 
     def record(self) -> bytes:
-        return msgspec.json.encode(Record(self._spec, self._state, self._maker.boot, self._init))
+        return msgspec.json.encode(Record(self._spec, self._state, self._maker.boot, self._init, self._boot_id))
 
     async def pause(self, *, memory: bool = True) -> None:
         """Keeps the files only when that is asked for or nothing but the agent runs; else freezes."""
@@ -175,6 +177,9 @@ class NamespaceInstance:
                 group.thaw()
             raise
         self._state = "files"
+        if not memory:
+            # What was asked for is a restart; without a process to keep the rest is our own saving, not to be seen.
+            self._boot_id = str(uuid.uuid4())
         await self._end_processes()
 
     async def resume(self) -> None:

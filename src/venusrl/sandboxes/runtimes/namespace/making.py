@@ -151,7 +151,7 @@ def _build(order: Make, tools: Tools, userns: int | None) -> None:
     else:
         kernel.clone_tree_read_only(HOST, ROOT, userns if tools.idmapped else None)
         _furnish_host(upper, userns if tools.idmapped else None, order)
-    _devices(owner, order.count)
+    _devices(owner, order.count, order.boot_id or str(uuid.uuid4()))
     if order.base is not None:  # else it would not be hidden: the sandbox's user is our own
         os.mkdir(f"{ROOT}/{HIDDEN}", 0o700)
         kernel.bind(DISK, f"{ROOT}/{HIDDEN}")
@@ -246,7 +246,7 @@ def _furnish_host(upper: str, etc_userns: int | None, order: Make) -> None:
     _overlay((ETC,), f"{upper}/etc", f"{ROOT}/etc", etc_userns, privileged=count > 1)
 
 
-def _devices(owner: int, count: int) -> None:
+def _devices(owner: int, count: int, boot_id: str) -> None:
     dev = f"{ROOT}/dev"
     kernel.mount("dev", dev, "tmpfs", kernel.MS_NOSUID | kernel.MS_NOEXEC, "mode=0755,size=64k,nr_inodes=64")
     os.chown(dev, owner, owner)
@@ -263,7 +263,7 @@ def _devices(owner: int, count: int) -> None:
     links |= {"stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
     for name, target in links.items():
         os.symlink(target, f"{dev}/{name}")
-    Path(f"{dev}/{_BOOT_ID}").write_text(f"{uuid.uuid4()}\n")
+    Path(f"{dev}/{_BOOT_ID}").write_text(f"{boot_id}\n")
 
 
 def _remount_read_only(target: str) -> None:
@@ -345,7 +345,7 @@ def _mask() -> None:
         kernel.bind(f"proc/{name}", f"proc/{name}", recursive=False)
         flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | _FLAGS | kernel.MS_NOEXEC
         kernel.mount("none", f"proc/{name}", None, flags)
-    # The machine's own says nothing to a sandbox; this one is new with every start of its first process.
+    # The machine's own says nothing to a sandbox; this one is new when its processes do not go on.
     kernel.bind(f"dev/{_BOOT_ID}", "proc/sys/kernel/random/boot_id", recursive=False)
 
 

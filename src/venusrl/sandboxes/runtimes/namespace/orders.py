@@ -48,6 +48,8 @@ class Make(msgspec.Struct, frozen=True, tag=True):
     count: int
     user: str
     archive: str | None
+    boot_id: str = ""
+    """What the sandbox takes for its kernel's; "" = a new one."""
 
 
 Order = Prepare | Make

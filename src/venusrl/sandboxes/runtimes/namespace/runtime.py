@@ -108,7 +108,7 @@ class NamespaceRuntime:
 
     async def adopt(self, record: bytes) -> Instance | None:
         known = msgspec.json.decode(record, type=Record)
-        instance = NamespaceInstance(self, known.spec, known.state)
+        instance = NamespaceInstance(self, known.spec, known.state, known.boot_id)
         sandbox = known.spec.id
         if known.state == "files":
             if not (self.kept(sandbox) / FILES).is_file():
@@ -161,7 +161,7 @@ class NamespaceRuntime:
 
     # -- Maker
 
-    async def begin(self, spec: Spec, files: Path | None) -> Init:
+    async def begin(self, spec: Spec, files: Path | None, boot_id: str) -> Init:
         link = await self._forge()
         slot = None if self._pool is None else self._pool.take()
         base, count = (None, 1) if slot is None else (slot.base, slot.count)
@@ -169,7 +169,7 @@ class NamespaceRuntime:
         archive = None if files is None else str(files)
 
         def order(number: int) -> orders.Order:
-            return orders.Make(number, spec.id, layers, spec.limits, base, count, spec.image.user, archive)
+            return orders.Make(number, spec.id, layers, spec.limits, base, count, spec.image.user, archive, boot_id)
 
         work = asyncio.create_task(link.ask(order), name=f"making sandbox {spec.id}")
         try:
