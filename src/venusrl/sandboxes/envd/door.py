@@ -32,8 +32,9 @@ from venusrl.sandboxes.host.api import ENVD_PORT
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
 
 INTERNAL = frozenset({"/init", "/freeze", "/unfreeze", "/fsfreeze", "/fsthaw", "/collapse", "/upgrade"})
-RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False}
-"""What a server in front of a Door is to be given: bodies must arrive as they were sent."""
+RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "lingering_time": 2.0}
+"""What a server in front of a Door is to be given: bodies must arrive as they were sent, and a refused upload is
+listened to no longer than it takes its client to read the refusal."""
 UNARY_LIMIT_S = 600.0
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _MAX_ENVIRONMENT = 1 << 20
