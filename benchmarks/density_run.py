@@ -34,7 +34,7 @@ TOOLS = ("sh", "dd", "sleep", "cat", "test", "echo", "[", "mkdir", "true")
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """What to run. ``share`` False: every sandbox has a template of its own, with the same content."""
+    """What to run. ``share`` False: every sandbox has its own copy of the template's files."""
 
     runtime: str
     trace: Trace
@@ -120,7 +120,8 @@ class Catalogue:
             target.write_bytes(os.urandom(self._trace.template_mib * MIB))
             layers = (str(self._tools), str(own))
             size = self._trace.declared_mib
-            self._images[name] = Image(name, name, layers, {"PATH": "/bin"}, USER, "", 1, size, 64)
+            template = name.partition("@")[0]  # a copy is the same template, for what is learned of it
+            self._images[name] = Image(template, name, layers, {"PATH": "/bin"}, USER, "", 1, size, 64)
         return self._images[name]
 
     def drop(self, name: str) -> None:
@@ -288,7 +289,7 @@ class Run:
         template = f"template{number % self._cell.templates}"
         members = lives(self._cell.trace, name, random.Random(f"real-{name}"))
         ids = [f"{name}-{member}" for member in range(len(members))]
-        own = [template if self._cell.share else f"{template}-{one}" for one in ids]
+        own = [template if self._cell.share else f"{template}@{one}" for one in ids]
         try:
             for one, image in zip(ids, own, strict=True):
                 self._images.add(image)

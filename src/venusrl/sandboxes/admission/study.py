@@ -211,6 +211,8 @@ def simulate(world: World, policy: Admission, episodes: int, warm_up_s: float, s
     while ended < episodes:
         for _ in range(world.setting.groups_a_tick):
             if not world.try_group(waiting, policy):
+                if not any(host.sandboxes for host in world.hosts):
+                    raise ValueError(f"the policy lets no group of {len(waiting)} onto empty hosts: nothing to study")
                 break
             number += 1
             waiting = world.group(number)
