@@ -170,7 +170,7 @@ class Manager:
                 failure = error if isinstance(error, SandboxError) else HostLost(f"the node {name!r} failed: {error}")
                 tried.append(name)
                 continue
-            except BaseException:
+            except BaseException:  # whatever it was: put back what was, and pass it on
                 self.fleet.removed(name, record.id)
                 raise
             return held, name
@@ -250,7 +250,7 @@ class Manager:
             self.fleet.removed(record.host, record.id)
             self.book.end(record, f"lost while it was paused: {error}")
             raise
-        except BaseException:
+        except BaseException:  # whatever it was: put back what was, and pass it on
             if record.id in self.book.records:
                 self.book.save(replace(record, host=self.book.records[record.id].host))
             raise
@@ -315,7 +315,7 @@ class Manager:
             self.fleet.removed(record.host, record.id)
             self.book.end(record, f"ended before it could be paused: {error}")
             raise
-        except BaseException:
+        except BaseException:  # whatever it was: put back what was, and pass it on
             self.book.save(record)
             raise
         self.book.log(record.id, "info", f"sandbox paused ({by})", memory=str(memory).lower())

@@ -213,7 +213,7 @@ class Reconciler:
             manager.book.passing(record, "moving")
             try:
                 await origin.move(sandbox, target)
-            except BaseException:
+            except BaseException:  # whatever it was: put back what was, and pass it on
                 if sandbox in manager.book.records:
                     manager.book.save(record)
                 raise

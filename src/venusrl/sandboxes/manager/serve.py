@@ -27,6 +27,7 @@ from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.routes_nodes import Connector
 from venusrl.sandboxes.manager.service import Service
 from venusrl.sandboxes.manager.state import ADMIN_KEY, DEFAULT_KEY, JOIN_KEY, SECRET, open_state
+from venusrl.sandboxes.manager.state import default_state as default_state
 from venusrl.sandboxes.manager.store import StateLock, Store
 from venusrl.sandboxes.manager.tokens import Secret
 
