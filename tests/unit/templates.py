@@ -9,7 +9,17 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from venusrl.sandboxes.templates.store import Store
+
+
+@pytest.fixture
+def without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the disk, which other tests keep busy."""
+    for name in ("_flush", "_flush_directory"):
+        monkeypatch.setattr(f"venusrl.sandboxes.templates.store.{name}", lambda _folder: None)
+    monkeypatch.setattr("os.fsync", lambda _fd: None)
 
 
 class Member(tarfile.TarInfo):

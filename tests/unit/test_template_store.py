@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.unit.templates import archive, directory, entry, layout, store
+from tests.unit.templates import archive, directory, entry, layout, store, without_flushing  # noqa: F401
 
 from venusrl.sandboxes.protocol import SandboxError, TemplateNotFound
 from venusrl.sandboxes.templates import oci
@@ -17,6 +17,7 @@ from venusrl.sandboxes.templates.errors import BadTemplate, TemplateBusy
 from venusrl.sandboxes.templates.store import CacheEntry, Layer, Store
 from venusrl.sandboxes.templates.unpack import Bounds
 
+pytestmark = pytest.mark.usefixtures("without_flushing")
 BOUNDS = Bounds(bytes=1 << 20, entries=100)
 
 

@@ -225,11 +225,12 @@ def remove(
 
 @app.command("gc")
 def collect(state: _State = None, json_output: _Json = False) -> None:
-    """Remove layers that no template, sandbox or recent build needs."""
+    """Remove layers that no template, sandbox, snapshot or recent build needs."""
+    from venusrl.sandboxes.manager.serve import default_state
 
     async def work() -> Any:
         async with _open(state) as templates:
-            return await templates.collect()
+            return await templates.collect(await asyncio.to_thread(_in_use, (state or default_state()).absolute()))
 
     done = asyncio.run(work())
     if json_output:
@@ -238,6 +239,30 @@ def collect(state: _State = None, json_output: _Json = False) -> None:
         )
         return
     stdout().print(f"removed {done.layers} layers ({done.bytes >> 20} MiB), kept {done.kept_layers}", markup=False)
+
+
+def _in_use(state: Path) -> set[str]:
+    """Images of this host's sandboxes and snapshots, whose templates may have been removed."""
+    import msgspec
+
+    from venusrl.sandboxes.host import records, snapshots
+
+    host = state / "host"
+    found = set()
+    for folder, pattern, kind in (
+        ("sandboxes", "*.json", records.Record),
+        ("snapshots", "*/record.json", snapshots.Kept),
+    ):
+        for path in sorted((host / folder).glob(pattern)):
+            try:
+                found.add(msgspec.json.decode(path.read_bytes(), type=kind).image.id)
+            except FileNotFoundError:
+                continue  # ended meanwhile
+            except msgspec.MsgspecError as error:
+                raise CommandError(
+                    f"{path} cannot be read ({error}): nothing is collected until it is put right"
+                ) from None
+    return found
 
 
 def _shown(build: Build) -> dict[str, Any]:
