@@ -45,6 +45,7 @@ class Forge:
         self._tools: making.Tools | None = None
         self._namespaces: OrderedDict[int, int] = OrderedDict()
         self._open = True
+        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_child)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -137,31 +138,40 @@ class Forge:
         namespace = None if order.base is None else self._namespace(IdSlot(order.base, order.count))
         answered, answer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(answered, False)
-        child = os.fork()
+        child = self._fork(privileged=order.base is not None)
         if child == 0:
             making.make(order, self._tools, namespace, answer)
         os.close(answer)
-        said = bytearray()
-        self._selector.register(answered, selectors.EVENT_READ, partial(self._on_answer, order, answered, said))
+        told = partial(self._on_answer, order, child, answered, bytearray())
+        self._selector.register(answered, selectors.EVENT_READ, told)
 
-    def _on_answer(self, order: Make, answered: int, said: bytearray) -> None:
+    def _fork(self, *, privileged: bool) -> int:
+        """A child that is PID 1 of a new namespace; its number here, 0 in it."""
+        if not privileged:
+            return _fork_twice()
+        kernel.unshare(kernel.CLONE_NEWPID)
+        child = -1
+        try:
+            child = os.fork()
+        finally:
+            if child != 0:  # our next child is not to land in this one's namespace
+                kernel.setns(self._own_pids, kernel.CLONE_NEWPID)
+        return child
+
+    def _on_answer(self, order: Make, child: int, answered: int, said: bytearray) -> None:
         data = os.read(answered, _READ)
         if data:
             said += data
             return
         self._selector.unregister(answered)
         os.close(answered)
-        pid, newline, failed = bytes(said).partition(b"\n")
-        if newline and pid.isdigit() and not failed:
-            self._reply(Made(order.id, int(pid)))
+        if not said:  # the agent runs; or its maker was killed, which its pidfd will tell
+            self._reply(Made(order.id, child))
             return
         self._undo(order)
-        text = failed if newline and pid.isdigit() else bytes(said)
-        problem = wire.decode_reply(text) if text else None
-        if isinstance(problem, wire.Failed):
-            self._reply(wire.Failed(order.id, problem.error, problem.message))
-        else:
-            self._reply(wire.failure(order.id, SandboxError("a sandbox could not be made: its maker died")))
+        problem = wire.decode_reply(bytes(said))
+        assert isinstance(problem, wire.Failed)
+        self._reply(wire.Failed(order.id, problem.error, problem.message))
 
     def _undo(self, order: Make) -> None:
         """Remove what a failed child had made outside its namespaces."""
@@ -186,6 +196,31 @@ class Forge:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
+
+
+def _fork_twice() -> int:
+    """The same by way of a child: without rights over our own PID namespace we could not come back to it."""
+    number, told = os.pipe2(os.O_CLOEXEC)
+    between = os.fork()
+    if between == 0:
+        code = 1
+        try:
+            kernel.unshare(kernel.CLONE_NEWPID)
+            child = os.fork()
+            if child == 0:
+                return 0
+            os.write(told, str(child).encode())
+            code = 0
+        finally:
+            if os.getpid() != 1:
+                os._exit(code)
+    os.close(told)
+    said = os.read(number, 32)
+    os.close(number)
+    os.waitpid(between, 0)
+    if not said:
+        raise SandboxError("a sandbox could not be made: no new PID namespace")
+    return int(said)
 
 
 def main() -> None:

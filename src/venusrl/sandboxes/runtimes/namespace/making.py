@@ -1,14 +1,15 @@
 """How one sandbox is made: from a fork of the forge to its agent.
 
-Owns: the order of the steps. As the machine's root, in a mount namespace of its own: control group, listening socket,
-files, devices. Then as the sandbox's own unprivileged uid, in its user namespace: the other namespaces. Then, as their
-PID 1: /proc, the new root, the loss of every right not needed, the agent.
+Owns: the order of the steps, all of them in one process, which is PID 1 of its namespace from the start. As the
+machine's root: control group, listening socket, namespaces, files, devices, /proc, the new root. Then as the sandbox's own
+unprivileged uid, in its user namespace: the loss of every right not needed, the agent.
 
 Must not know: the loop that asked, asyncio, egress.
 
 Guarantees: the agent runs with no descriptor but /dev/null and its listening socket, an empty environment, no
 capability that reaches past its own files and processes, no new privileges, the system call filter, its own session
-and keyring. Nothing it needs belongs to the forge. A step that fails is told, by ``Built.error``, and leaves nothing.
+and keyring. Nothing it needs belongs to the forge. A step that fails is told; the forge then removes what there is
+outside the namespaces.
 """
 
 from __future__ import annotations
@@ -61,14 +62,7 @@ _MASKED_FOLDERS = ("acpi", "asound", "scsi", "bus", "driver", "irq")
 _READ_ONLY = ("sys", "fs")
 _AGENT = AGENT_LISTENER + 1
 """Where the agent's program is until it runs."""
-_NEW = (
-    kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWCGROUP
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-)
+_NEW = kernel.CLONE_NEWNS | kernel.CLONE_NEWCGROUP | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET
 
 
 class Tools(msgspec.Struct, frozen=True):
@@ -83,8 +77,8 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 def make(order: Make, tools: Tools, userns: int | None, report: int) -> NoReturn:
-    """In a child of the forge: make it, write its PID 1's number or a ``Failed`` to ``report``, end."""
-    code = 1
+    """In a child of the forge, in its new PID namespace: become it. ``report`` is closed by the agent's start; else it
+    gets a ``Failed``, and this process ends."""
     try:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -93,10 +87,12 @@ def make(order: Make, tools: Tools, userns: int | None, report: int) -> NoReturn
             group.enter()
         listener = _listen(tools.sockets, order.sandbox)
         _set_oom_score()
+        kernel.unshare(_NEW)
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
         _build(order, tools, userns)
+        _enter_root(order)
         _become(order, userns)
-        _start_init(order, tools, listener, report)
-        code = 0
+        _run_agent(tools, listener, privileged=order.base is not None)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
         _tell(report, (HostDiskFull if full else SandboxError)(f"a sandbox could not be made: {error}"))
@@ -105,7 +101,7 @@ def make(order: Make, tools: Tools, userns: int | None, report: int) -> NoReturn
     except BaseException as error:  # noqa: BLE001 - a forked child must never return into the forge's loop
         _tell(report, SandboxError(f"a sandbox could not be made: {error!r}"))
     finally:
-        os._exit(code)
+        os._exit(1)
 
 
 def _tell(report: int, error: SandboxError) -> None:
@@ -134,7 +130,6 @@ def _set_oom_score() -> None:
 
 def _build(order: Make, tools: Tools, userns: int | None) -> None:
     owner = order.base or 0
-    kernel.unshare(kernel.CLONE_NEWNS)
     inodes = max(2048, order.limits.disk_mib * _FILES_PER_MIB)
     kernel.mount("files", DISK, "tmpfs", _FLAGS, f"mode=0700,size={_files_mib(order)}m,nr_inodes={inodes}")
     upper = f"{DISK}/{archive.UPPER}"
@@ -275,7 +270,8 @@ def _remount_read_only(target: str) -> None:
 
 
 def _become(order: Make, userns: int | None) -> None:
-    """Enter the user namespace as its root, never carrying host uid 0 in, and make the other namespaces there."""
+    """Enter the user namespace as its root, never carrying host uid 0 in. No other namespace belongs to it: whoever got
+    every right there could still not mount, or touch the network."""
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # 1, not 0: a core_pattern that pipes ignores 0
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
@@ -286,42 +282,29 @@ def _become(order: Make, userns: int | None) -> None:
         os.setresgid(order.base, order.base, order.base)
         os.setresuid(order.base, order.base, order.base)
         kernel.setns(userns, kernel.CLONE_NEWUSER)
-        kernel.unshare(_NEW)
         return
-    kernel.unshare(kernel.CLONE_NEWUSER | _NEW)
+    kernel.unshare(kernel.CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
     for name in ("uid_map", "gid_map"):
-        if name == "gid_map":
-            Path("/proc/self/setgroups").write_text("deny")
-        Path(f"/proc/self/{name}").write_text(f"{SANDBOX_USER} 0 1\n")
+        Path(f"/proc/self/{name}").write_text("0 0 1\n")
 
 
-def _start_init(order: Make, tools: Tools, listener: int, report: int) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _init(order, tools, listener, privileged=order.base is not None)
-        except BaseException as error:  # noqa: BLE001 - as in make
-            _tell(report, SandboxError(f"a sandbox could not be made: {error!r}"))
-        finally:
-            os._exit(1)
-    os.write(report, str(pid).encode() + b"\n")
-    return pid
-
-
-def _init(order: Make, tools: Tools, listener: int, *, privileged: bool) -> None:
+def _enter_root(order: Make) -> None:
+    """Make what is ours the whole world."""
     socket.sethostname(order.sandbox[:63])
     kernel.bring_up_loopback()
-    for setting, value in (("ping_group_range", "0 65535"), ("ip_unprivileged_port_start", "0")):
+    for setting, value in (("ping_group_range", "0 2147483647"), ("ip_unprivileged_port_start", "0")):
         with suppress(OSError):  # one-uid maps have no such groups
             Path(f"/proc/sys/net/ipv4/{setting}").write_text(value)
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.bind(ROOT, ROOT)
     os.chdir(ROOT)
     kernel.mount("proc", "proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     _mask()
     kernel.pivot_root(".", ".")
     kernel.umount(".", kernel.MNT_DETACH)
     os.chdir("/")
+
+
+def _run_agent(tools: Tools, listener: int, *, privileged: bool) -> NoReturn:
     _descriptors(listener, tools.agent)
     with suppress(OSError):  # a kernel without keyrings has none to leave
         kernel.new_session_keyring()
