@@ -186,7 +186,7 @@ async def test_a_full_disk_says_so(inside: Guest, tmp_path: Path) -> None:
         assert raised.value.code == "resource_exhausted"
         assert (await inside.client.move(str(small / "f"), str(tmp_path / "f"), ME)).size == 1 << 20
     finally:
-        assert await (await asyncio.create_subprocess_exec("umount", small)).wait() == 0
+        assert await (await asyncio.create_subprocess_exec("umount", "--lazy", small)).wait() == 0
 
 
 async def test_a_reader_that_stops_early_ends_the_work(inside: Guest, tmp_path: Path) -> None:

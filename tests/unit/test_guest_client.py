@@ -164,6 +164,20 @@ async def test_output_beyond_the_window_ends_the_line_instead_of_piling_up() -> 
     assert raised.value.code == "internal"
 
 
+async def test_a_process_that_says_what_it_may_not_fails_everybody_on_the_line() -> None:
+    def answer(stream: int, body: bytes) -> bytes:
+        wrong = record(wire.STDOUT, b"x") + record(wire.ENTRY) * 3
+        begun = said(stream, record(wire.STARTED, wire.u32(40 + stream)), last=False)
+        return begun if stream < 3 else begun + said(stream, wrong, offset=9)
+
+    client = Liar(answer).client()
+    processes = [await client.start(ProcessSpec(("x",), "user")) for _ in range(3)]
+    for process in processes:
+        with pytest.raises(AgentError) as raised:
+            _ = [event async for event in process.events()]
+        assert raised.value.code == "internal"
+
+
 async def test_what_is_given_up_is_ended_inside_too() -> None:
     liar = Liar(lambda s, _: b"")
     client = liar.client()

@@ -10,6 +10,7 @@ Guarantees: those of ``agent.api``; an operation that is given up, or gets no an
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -61,7 +62,7 @@ class AgentClient:
         self._line = Line(connect, patience_s)
         self._answer_s = answer_s
         self._followed: dict[int, Followed] = {}
-        self._attaching: dict[int, asyncio.Lock] = {}
+        self._attaching: weakref.WeakValueDictionary[int, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def settle(self, settings: Settings) -> None:
         await self._ask(
@@ -97,17 +98,14 @@ class AgentClient:
     async def attach(self, pid: int, *, output: bool = True) -> Process:
         if not 0 < pid < 1 << 31:
             raise AgentError("not_found", f"there is no process {pid}")
-        lock = self._attaching.setdefault(pid, asyncio.Lock())
-        try:
-            async with lock:
-                followed = self._followed.get(pid)
-                if followed is None:
-                    channel = self._line.open(wire.opened(wire.ATTACH, wire.u32(pid)), last=False)
-                    followed = await self._begun(channel, None)
-        finally:
-            if not lock.locked():
-                self._attaching.pop(pid, None)
-        return self._handle(followed, output)
+        lock = self._attaching.get(pid) or asyncio.Lock()
+        self._attaching[pid] = lock
+        async with lock:  # two channels to one process would take its output from each other
+            followed = self._followed.get(pid)
+            if followed is None:
+                channel = self._line.open(wire.opened(wire.ATTACH, wire.u32(pid)), last=False)
+                followed = await self._begun(channel, None)
+            return self._handle(followed, output)
 
     async def _begun(self, channel: Channel, spec: ProcessSpec | None) -> Followed:
         """The first record of a process's stream. Given up before it came, the agent ends the process again."""

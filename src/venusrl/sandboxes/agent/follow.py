@@ -105,15 +105,17 @@ class Followed:
 
     def _on_change(self) -> None:
         channel = self._channel
+        if channel.failure is not None:  # what is still queued may be the cause
+            if self.exit is None:
+                for follower in self._followers:
+                    follower.push(self._seen, channel.failure)
+                self._over(self)
+            return
         while channel.queue:
             kind, payload, size = channel.queue.popleft()
             self._seen += size
             self._publish(kind, payload)
-        if channel.failure is not None and self.exit is None:
-            for follower in self._followers:
-                follower.push(self._seen, channel.failure)
-            self._over(self)
-        elif channel.open:
+        if channel.open:
             self.acknowledge()
 
     def _publish(self, kind: int, payload: bytes) -> None:

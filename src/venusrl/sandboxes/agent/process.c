@@ -606,39 +606,57 @@ static struct relation *relations(size_t *count)
 
 static bool among(const bool *set, size_t top, pid_t pid) { return pid > 0 && (size_t)pid <= top && set[pid]; }
 
-/* Its session, its descendants and theirs, again until none is left: they may fork while we look. */
+/* Which of them belong to it: its session, its descendants, theirs. */
+static void mark_kin(bool *ours, size_t top, const struct relation *list, size_t n)
+{
+    for (bool more = true; more;) {
+        more = false;
+        for (size_t i = 0; i < n; i++) {
+            bool kin = among(ours, top, list[i].parent) || among(ours, top, list[i].session);
+            if (kin && !ours[list[i].pid])
+                ours[list[i].pid] = more = true;
+        }
+    }
+}
+
+/* Again until there is nobody new: they may fork while we look. */
 static void kill_tree(pid_t root)
 {
+    pid_t *dead = NULL;
+    size_t dead_count = 0;
     for (int round = 0; round < 8; round++) {
-        size_t n, killed = 0, top = (size_t)root;
+        size_t n, fresh = 0, top = (size_t)root;
         struct relation *list = relations(&n);
         for (size_t i = 0; i < n; i++)
             top = (size_t)list[i].pid > top ? (size_t)list[i].pid : top;
-        bool *ours = must(calloc(top + 1, 1));
+        bool *ours = must(calloc(top + 1, 1)), *told = must(calloc(top + 1, 1));
         ours[root] = true;
-        for (bool more = true; more;) {
-            more = false;
-            for (size_t i = 0; i < n; i++) {
-                bool kin = among(ours, top, list[i].parent) || among(ours, top, list[i].session);
-                if (kin && !ours[list[i].pid])
-                    ours[list[i].pid] = more = true;
-            }
-        }
+        for (size_t i = 0; i < dead_count; i++)
+            if ((size_t)dead[i] <= top)
+                told[dead[i]] = true;
+        mark_kin(ours, top, list, n);
+        dead = must(realloc(dead, (dead_count + n + 1) * sizeof *dead));
         for (size_t i = 0; i < n; i++)
-            if (ours[list[i].pid] && list[i].pid != getpid() && kill(list[i].pid, SIGKILL) == 0)
-                killed++;
+            if (ours[list[i].pid] && !told[list[i].pid] && list[i].pid != getpid()) {
+                kill(list[i].pid, SIGKILL);
+                dead[dead_count++] = list[i].pid;
+                fresh++;
+            }
+        free(told);
         free(ours);
         free(list);
-        if (!killed)
-            return;
+        if (!fresh)
+            break;
     }
+    free(dead);
 }
 
 void process_abandon(struct process *p)
 {
     if (p->exited)
         return;
-    kill_tree(p->pid);
+    if (p->started)
+        kill_tree(p->pid);
     kill(p->pid, SIGKILL);
 }
 
