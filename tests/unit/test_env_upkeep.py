@@ -192,6 +192,21 @@ async def test_a_drained_node_gives_everything_away(tmp_path: Path) -> None:
         assert [node["status"] for node in seen] == ["draining", "ready"]
 
 
+async def test_a_move_whose_end_was_not_noted_is_found(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    hosts = fake_hosts(clock, 2)
+    async with environment(tmp_path, hosts=hosts, clock=clock) as env:
+        running, paused = await env.create(), await env.create()
+        await env.call("POST", f"/sandboxes/{paused}/pause", {})
+    for sandbox in (running, paused):  # as if the service was killed just then
+        await hosts[0].move(sandbox, hosts[1])
+    async with environment(tmp_path, hosts=hosts, clock=clock, grace_s=1.0) as env:
+        assert {one.host for one in env.book.records.values()} == {"host-2"}
+        assert env.book.records[paused].state == "paused"
+        await env.clock.run_for(60)
+        assert set(hosts[1].sandboxes) == {running, paused}
+
+
 async def test_a_resume_without_room_at_home_goes_elsewhere(tmp_path: Path) -> None:
     clock = VirtualClock()
     hosts = fake_hosts(clock, 2)

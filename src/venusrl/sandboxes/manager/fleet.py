@@ -36,6 +36,8 @@ class Node:
         self.host = host
         self.feeds = feeds
         self.status: HostStatus | None = None
+        self.held: dict[str, Held] = {}
+        """What that status says of each sandbox."""
         self.answered = now
         self.asked = now
         """When its last status was asked for."""
@@ -108,6 +110,7 @@ class Fleet:
             return False
         node.status, node.asked, node.failure = status, asked, ""
         node.answered = self._clock.monotonic()
+        node.held = {one.id: one for one in status.held}
         node.placed = {one: entry for one, entry in node.placed.items() if entry[0] >= asked}
         node.removed = {one: when for one, when in node.removed.items() if when >= asked}
         if not node.feeds:
@@ -136,9 +139,12 @@ class Fleet:
     def held(self, name: str, sandbox: str) -> Held | None:
         """What that host last said of a sandbox."""
         node = self.nodes.get(name)
-        if node is None or node.status is None:
-            return None
-        return next((one for one in node.status.held if one.id == sandbox), None)
+        return None if node is None else node.held.get(sandbox)
+
+    def holder(self, sandbox: str) -> str:
+        """The host that has it, by what hosts last said: of several the one with the larger epoch. "" = none."""
+        found = [(one.epoch, name) for name, node in self.nodes.items() if (one := node.held.get(sandbox)) is not None]
+        return max(found)[1] if found else ""
 
     def replicas(self, sandbox: str) -> list[tuple[str, Replica]]:
         """Who keeps state of a sandbox for somebody else, newest state first."""

@@ -58,16 +58,19 @@ class Reconciler:
 
     async def _compare(self, name: str, node: Node, status: HostStatus, starting: bool) -> None:
         manager = self._manager
-        held = {one.id: one for one in status.held}
+        held = node.held
         for record in manager.book.on_host(name):
             if manager.book.busy(record.id) or record.id in manager.making:
                 continue
             if manager.book.touched.get(record.id, -1.0) >= node.asked:
                 continue  # what the host said is older
-            if record.id in held:
+            holder = manager.fleet.holder(record.id)
+            if holder not in ("", name):
+                self._rehome(record, holder)
+            elif record.id in held:
                 self._adjust(record, held[record.id])
-            else:
-                self._missing(record, starting)
+            elif not any(other.health == "joining" for other in manager.fleet.nodes.values()):
+                self._missing(record, starting)  # else it may be on the one that has not been heard yet
         known = {record.id for record in manager.book.records.values()}
         await self._end_unknown(name, node, {one for one in held if one not in known}, "sandbox", node.host.kill)
         strays = {one.id for one in status.snapshots if one.id not in manager.snapshots}
@@ -87,6 +90,12 @@ class Reconciler:
             book.log(record.id, "info", "sandbox paused by its host for memory's sake")
         elif held.state == "running" and record.state == "paused":
             book.save(lifecycle.woken(record, self._manager.clock.time(), record.host))
+
+    def _rehome(self, record: Record, holder: str) -> None:
+        """A move came through, and its end was not noted: the service ended meanwhile, or the answer was lost."""
+        book = self._manager.book
+        book.log(record.id, "warn", f"sandbox found on {holder} instead of {record.host}")
+        self._adjust(book.save(replace(record, host=holder)), self._manager.fleet.nodes[holder].held[record.id])
 
     def _missing(self, record: Record, starting: bool) -> None:
         book = self._manager.book
