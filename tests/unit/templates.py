@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import platform
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 
 from venusrl.sandboxes.templates.store import Store
+
+_ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 
 @pytest.fixture
@@ -74,10 +78,17 @@ def layout(folder: Path, layers: list[bytes], *, packed: list[bytes] | None = No
 
     diffs = [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in layers]
     settings = put(
-        json.dumps({"os": "linux", "rootfs": {"type": "layers", "diff_ids": diffs}, "config": config}).encode(),
+        json.dumps(
+            {
+                "os": "linux",
+                "architecture": _ARCHITECTURE,
+                "rootfs": {"type": "layers", "diff_ids": diffs},
+                "config": config,
+            }
+        ).encode(),
         "application/vnd.oci.image.config.v1+json",
     )
     described = [put(content, "application/vnd.oci.image.layer.v1.tar") for content in packed or layers]
-    manifest = put(json.dumps({"config": settings, "layers": described}).encode(), "manifest")
-    (folder / "index.json").write_text(json.dumps({"manifests": [manifest]}))
+    manifest = put(json.dumps({"schemaVersion": 2, "config": settings, "layers": described}).encode(), _MANIFEST)
+    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [manifest]}))
     return folder

@@ -156,6 +156,12 @@ CHANGES = st.lists(
 Model = dict[str, tuple[str, bytes]]
 
 
+def made(kind: str, path: str, content: bytes) -> Member:
+    if kind == "directory":
+        return directory(path)
+    return entry(path, content) if kind == "file" else symlink(path, content.decode())
+
+
 def apply(model: Model, changes: list[tuple[str, str, bytes]]) -> tuple[Model, bytes]:
     """What the changes make of the model, and the layer that records the difference."""
     new = dict(model)
@@ -176,14 +182,9 @@ def apply(model: Model, changes: list[tuple[str, str, bytes]]) -> tuple[Model, b
                 entries.append(entry(f"{folder}/.wh.{name}" if folder else f".wh.{name}", b""))
         elif model.get(path) != new[path]:
             kind, content = new[path]
-            made = {
-                "file": lambda path=path, content=content: entry(path, content),
-                "directory": lambda path=path: directory(path),
-                "link": lambda path=path, content=content: symlink(path, content.decode()),
-            }
             if kind == "directory" and path in model:
                 entries.append(entry(f"{folder}/.wh.{name}" if folder else f".wh.{name}", b""))
-            entries.append(made[kind]())
+            entries.append(made(kind, path, content))
     return new, archive(*entries)
 
 

@@ -248,20 +248,19 @@ def _in_use(state: Path) -> set[str]:
     from venusrl.sandboxes.host import records, snapshots
 
     host = state / "host"
+    kinds: dict[str, type[records.Record] | type[snapshots.Kept]] = {
+        "sandboxes/*.json": records.Record,
+        "snapshots/*/record.json": snapshots.Kept,
+    }
     found = set()
-    for folder, pattern, kind in (
-        ("sandboxes", "*.json", records.Record),
-        ("snapshots", "*/record.json", snapshots.Kept),
-    ):
-        for path in sorted((host / folder).glob(pattern)):
+    for pattern, kind in kinds.items():
+        for path in sorted(host.glob(pattern)):
             try:
                 found.add(msgspec.json.decode(path.read_bytes(), type=kind).image.id)
             except FileNotFoundError:
                 continue  # ended meanwhile
             except msgspec.MsgspecError as error:
-                raise CommandError(
-                    f"{path} cannot be read ({error}): nothing is collected until it is put right"
-                ) from None
+                raise CommandError(f"{path} cannot be read ({error}): put it right before collecting") from None
     return found
 
 
