@@ -35,6 +35,7 @@ from e2b_service import Service, started
 
 ROOT = Path(__file__).resolve().parents[1]
 DOMAIN = "sandboxes.test"
+FRONT = "127.83.0.1"
 COMMITS = {
     "2.45.0": "f6014f17c",
     "2.63.0": "b8029973aa7da5f741f7bb1a9f833b38a0885438",
@@ -67,8 +68,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 @contextlib.asynccontextmanager
-async def tls_front(folder: Path, host: str, port: int) -> AsyncIterator[tuple[int, Path]]:
-    """Terminates TLS before the service; gives its port and the authority's certificate."""
+async def tls_front(folder: Path, host: str, port: int) -> AsyncIterator[Path]:
+    """Terminates TLS before the service, on port 443 of ``FRONT``; gives the authority's certificate."""
     key, cert = certificate(folder)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
@@ -84,12 +85,17 @@ async def tls_front(folder: Path, host: str, port: int) -> AsyncIterator[tuple[i
         there, back = await asyncio.open_connection(host, port)
         await asyncio.gather(carry(reader, back), carry(there, writer))
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    try:
+        server = await asyncio.start_server(serve, FRONT, 443, ssl=context)
+    except PermissionError:
+        raise SystemExit(
+            "port 443 of loopback is needed: run as root, or lower net.ipv4.ip_unprivileged_port_start"
+        ) from None
     async with server:
-        yield server.sockets[0].getsockname()[1], cert
+        yield cert
 
 
-def environment(service: Service, tls_port: int, authority: Path, files: dict[str, Path]) -> dict[str, str]:
+def environment(service: Service, authority: Path, files: dict[str, Path]) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     return {
         **kept,
@@ -101,7 +107,7 @@ def environment(service: Service, tls_port: int, authority: Path, files: dict[st
         "SSL_CERT_FILE": str(authority),
         "PYTHONPATH": str(ROOT / "benchmarks"),
         "CONFORMANCE_DOMAIN": DOMAIN,
-        "CONFORMANCE_TLS_PORT": str(tls_port),
+        "CONFORMANCE_FRONT": FRONT,
         **{f"CONFORMANCE_{name.upper()}": str(path) for name, path in files.items()},
     }
 
@@ -111,11 +117,11 @@ async def run_suite(args: argparse.Namespace, sdk: str, service: Service, folder
     files = {"results": folder / "results.jsonl", "excluded": folder / "excluded.json"}
     # Without the checkout's own e2b beside them: the installed one is measured.
     copied(args.tests, folder / "suite")
-    collected = await pytest(args, folder, ["--collect-only"], environment(service, 0, folder / "none", files))
+    collected = await pytest(args, folder, ["--collect-only"], environment(service, folder / "none", files))
     files["excluded"].write_text(json.dumps([test for test in collected if reason(test, sdk) is not None]))
     where = urlsplit(service.url)
-    async with tls_front(folder, where.hostname or "127.0.0.1", where.port or 80) as (port, authority):
-        return await pytest(args, folder, ["--timeout", "120"], environment(service, port, authority, files))
+    async with tls_front(folder, where.hostname or "127.0.0.1", where.port or 80) as authority:
+        return await pytest(args, folder, ["--timeout", "120"], environment(service, authority, files))
 
 
 async def pytest(

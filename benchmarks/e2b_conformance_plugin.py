@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 DOMAIN = os.environ["CONFORMANCE_DOMAIN"]
-TLS_PORT = int(os.environ["CONFORMANCE_TLS_PORT"])
+FRONT = os.environ["CONFORMANCE_FRONT"]
 ONLY = os.environ.get("CONFORMANCE_ONLY", "*")
 RESULTS = os.environ["CONFORMANCE_RESULTS"]
 SERVICE_VARIABLES = ("E2B_API_URL", "E2B_SANDBOX_URL", "E2B_DOMAIN")
@@ -26,7 +26,7 @@ _resolve = socket.getaddrinfo
 def _getaddrinfo(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
     name = host.decode() if isinstance(host, bytes) else host
     if isinstance(name, str) and (name == DOMAIN or name.endswith("." + DOMAIN)):
-        return _resolve("127.0.0.1", TLS_PORT, *args, **kwargs)
+        return _resolve(FRONT, port, *args, **kwargs)
     return _resolve(host, port, *args, **kwargs)
 
 
