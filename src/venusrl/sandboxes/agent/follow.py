@@ -111,10 +111,14 @@ class Followed:
                     follower.push(self._seen, channel.failure)
                 self._over(self)
             return
-        while channel.queue:
-            kind, payload, size = channel.queue.popleft()
-            self._seen += size
-            self._publish(kind, payload)
+        try:
+            while channel.queue:
+                kind, payload, size = channel.queue.popleft()
+                self._seen += size
+                self._publish(kind, payload)
+        except wire.ProtocolError as error:
+            channel.blame(error)  # comes back here, as its failure
+            return
         if channel.open:
             self.acknowledge()
 

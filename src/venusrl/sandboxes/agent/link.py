@@ -162,6 +162,10 @@ class Channel:
         self._wake()
         self.listener()
 
+    def blame(self, error: wire.ProtocolError) -> None:
+        """What came breaks the protocol: the end of the whole line."""
+        self._line.break_off(error)
+
     # -- the line's part
 
     def on_data(self, offset: int, payload: bytes, last: bool) -> None:
@@ -288,6 +292,11 @@ class Line:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def break_off(self, error: wire.ProtocolError) -> None:
+        self._fail(AgentError("internal", f"the sandbox's agent broke the protocol: {error}"))
+        if self._writer is not None:
+            self._writer.close()
+
     def _fail(self, error: SandboxError) -> None:
         self._failure = self._failure or error
         channels, self._channels = list(self._channels.values()), {}
@@ -303,7 +312,7 @@ class Line:
         except SandboxError as error:
             self._fail(error)
         except wire.ProtocolError as error:
-            self._fail(AgentError("internal", f"the sandbox's agent broke the protocol: {error}"))
+            self.break_off(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever on a line that is no more
             _LOG.exception("the line to a sandbox's agent broke")
             self._fail(AgentError("internal", f"the line to the sandbox broke: {error!r}"))
@@ -322,7 +331,7 @@ class Line:
                 try:
                     if await self._serve(reader, writer):
                         since, pause = loop.time(), _PAUSE_S[0]
-                    if not self._channels:
+                    if self._failure is not None or not self._channels:
                         return
                 finally:
                     writer.close()
