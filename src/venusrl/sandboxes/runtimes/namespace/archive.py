@@ -23,9 +23,8 @@ import msgspec
 import zstandard
 
 from venusrl.sandboxes.protocol import DiskFull, HostDiskFull, SandboxError
+from venusrl.sandboxes.runtimes.namespace.orders import UPPER
 
-UPPER = "upper"
-"""The one directory of a sandbox's disk that is kept."""
 _WORK = ".work"
 _CHUNK = 1 << 18
 _KEPT_OVERLAY = frozenset(f"trusted.overlay.{name}" for name in ("opaque", "redirect", "whiteout", "whiteouts"))

@@ -14,8 +14,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from venusrl.sandboxes.protocol import Limits, SandboxError
-from venusrl.sandboxes.runtimes.base import Footprint
 from venusrl.sandboxes.runtimes.namespace import cgroup
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups, SandboxGroup
 
@@ -34,6 +35,15 @@ def sandboxes_in(node: NodeGroups) -> set[str]:
     for directory in node.directories.values():
         names |= {entry.name for entry in directory.iterdir() if entry.is_dir() and entry.name != "probe"}
     return names
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes, as ``runtimes.base.Footprint`` means them (which is not imported: the forge stays small)."""
+
+    private: int
+    kernel: int
+    files: int
+    swap: int
 
 
 class PersistentGroup(SandboxGroup):
@@ -61,7 +71,7 @@ class PersistentGroup(SandboxGroup):
         """Let them go on."""
         self._set_frozen(False)
 
-    def memory(self) -> Footprint:
+    def memory(self) -> Memory:
         """What it holds by itself: anonymous memory, kernel memory, memory files, swap."""
         found = dict.fromkeys(("rss", "anon", "shmem", "kernel", "swap"), 0)
         path = self._paths["" if self._version == 2 else "memory"]
@@ -72,10 +82,10 @@ class PersistentGroup(SandboxGroup):
         if self._version == 2:
             swap = path / "memory.swap.current"
             swapped = int(swap.read_text()) if swap.exists() else 0
-            return Footprint(found["anon"], found["kernel"], found["shmem"], swapped)
+            return Memory(found["anon"], found["kernel"], found["shmem"], swapped)
         kernel = path / "memory.kmem.usage_in_bytes"
         kernel_bytes = int(kernel.read_text()) if kernel.exists() else 0
-        return Footprint(found["rss"], kernel_bytes, found["shmem"], found["swap"])
+        return Memory(found["rss"], kernel_bytes, found["shmem"], found["swap"])
 
     def end(self) -> None:
         """Kill whatever is left in it and remove it."""

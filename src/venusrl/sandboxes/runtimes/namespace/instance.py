@@ -238,7 +238,8 @@ class NamespaceInstance:
         try:
             if group is None:
                 return await asyncio.to_thread(pageout.footprint_of_tree, self._pid())
-            return pageout.with_compressed_swap(group.memory())
+            held = group.memory()
+            return pageout.with_compressed_swap(Footprint(held.private, held.kernel, held.files, held.swap))
         except FileNotFoundError:
             raise SandboxGone(f"sandbox {self._spec.id} ended") from None
 

@@ -1,8 +1,8 @@
 """How one sandbox is made: from a fork of the forge to its agent.
 
 Owns: the order of the steps, all of them in one process, which is PID 1 of its namespace from the start. As the
-machine's root: control group, listening socket, namespaces, files, devices, /proc, the new root. Then as the sandbox's own
-unprivileged uid, in its user namespace: the loss of every right not needed, the agent.
+machine's root: control group, listening socket, namespaces, files, devices, /proc, the new root. Then as the
+sandbox's own unprivileged uid, in its user namespace: the loss of every right not needed, the agent.
 
 Must not know: the loop that asked, asyncio, egress.
 
@@ -20,7 +20,6 @@ import os
 import resource
 import signal
 import socket
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -28,10 +27,10 @@ from typing import NoReturn
 import msgspec
 
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxError, TemplateNotFound
-from venusrl.sandboxes.runtimes.namespace import archive, files, kernel, skeleton, wire
+from venusrl.sandboxes.runtimes.namespace import files, kernel, skeleton, wire
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
-from venusrl.sandboxes.runtimes.namespace.orders import AGENT_LISTENER, HIDDEN, SANDBOX_USER, Make
+from venusrl.sandboxes.runtimes.namespace.orders import AGENT_LISTENER, HIDDEN, SANDBOX_USER, UPPER, Make
 from venusrl.sandboxes.runtimes.namespace.skeleton import DISK, ETC, HOST, HOST_OWN, LOWER, ROOT
 
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 31})
@@ -132,9 +131,12 @@ def _build(order: Make, tools: Tools, userns: int | None) -> None:
     owner = order.base or 0
     inodes = max(2048, order.limits.disk_mib * _FILES_PER_MIB)
     kernel.mount("files", DISK, "tmpfs", _FLAGS, f"mode=0700,size={_files_mib(order)}m,nr_inodes={inodes}")
-    upper = f"{DISK}/{archive.UPPER}"
+    upper = f"{DISK}/{UPPER}"
     os.mkdir(upper, 0o755)
     if order.archive is not None:
+        # Here, not above: the forge stays small, and every fork of it quick.
+        from venusrl.sandboxes.runtimes.namespace import archive
+
         archive.unpack(Path(order.archive), Path(DISK), owner)
     else:
         os.chown(upper, owner, owner)
@@ -146,7 +148,7 @@ def _build(order: Make, tools: Tools, userns: int | None) -> None:
     else:
         kernel.clone_tree_read_only(HOST, ROOT, userns if tools.idmapped else None)
         _furnish_host(upper, userns if tools.idmapped else None, order)
-    _devices(owner, order.count, order.boot_id or str(uuid.uuid4()))
+    _devices(owner, order.count, order.boot_id or _new_id())
     if order.base is not None:  # else it would not be hidden: the sandbox's user is our own
         os.mkdir(f"{ROOT}/{HIDDEN}", 0o700)
         kernel.bind(DISK, f"{ROOT}/{HIDDEN}")
@@ -239,6 +241,10 @@ def _furnish_host(upper: str, etc_userns: int | None, order: Make) -> None:
         kernel.bind(f"{upper}/{name}", f"{ROOT}/{name}", recursive=False)
     # /etc is the sandbox's to change, over the machine's few harmless files.
     _overlay((ETC,), f"{upper}/etc", f"{ROOT}/etc", etc_userns, privileged=count > 1)
+
+
+def _new_id() -> str:
+    return Path("/proc/sys/kernel/random/uuid").read_text().strip()
 
 
 def _devices(owner: int, count: int, boot_id: str) -> None:

@@ -16,6 +16,8 @@ from venusrl.sandboxes.runtimes.namespace.wire import Failed
 AGENT_LISTENER = 3
 """The descriptor of the agent's listening socket inside."""
 SANDBOX_USER = 1000
+UPPER = "upper"
+"""The one directory of a sandbox's disk that is kept."""
 HIDDEN = "dev/.files"
 """Where, inside, the memory file system with a sandbox's own files is mounted: a directory of mode 0700 that belongs
 to a user who does not exist there, so that only the machine's root can enter it (through /proc/PID/root)."""
