@@ -137,6 +137,20 @@ def test_paths_lead_nowhere_outside(sandbox: Sandbox) -> None:
         sandbox.files.read("pipe")
 
 
+def test_each_has_a_boot_id_that_lasts_as_long_as_its_memory(sandbox: Sandbox) -> None:
+    def boot_id() -> str:
+        return sandbox.files.read("/proc/sys/kernel/random/boot_id")
+
+    first = boot_id()
+    assert first != Path("/proc/sys/kernel/random/boot_id").read_text()
+    sandbox.pause()
+    sandbox.connect()
+    assert boot_id() == first
+    sandbox.pause(keep_memory=False)
+    sandbox.connect()
+    assert boot_id() != first
+
+
 def test_watches(sandbox: Sandbox) -> None:
     sandbox.files.make_dir("watched/deep")
     watch = sandbox.files.watch_dir("watched", recursive=True, include_entry=True)

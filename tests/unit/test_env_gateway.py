@@ -229,6 +229,18 @@ async def test_a_sandbox_that_its_host_does_not_have_is_disputed() -> None:
         assert it.register.disputes == [it.id]
 
 
+async def test_a_sandbox_that_runs_and_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def undecided(sandbox: str, error: Exception) -> None:
+        return None
+
+    async with front() as it:
+        it.host.paused.add(it.id)
+        monkeypatch.setattr(it.register, "disputed", undecided)
+        status, answer = await get(it, "/metrics", it.headers())
+        assert (status, answer["port"]) == (502, 49983)
+        assert "port is not open" in answer["message"]
+
+
 async def test_services_inside_may_see_another_host() -> None:
     async with front() as it:
         it.register.set(it.id, mask_host="inner.test:${PORT}")
