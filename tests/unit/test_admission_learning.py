@@ -35,27 +35,33 @@ def test_ages_are_in_order(age: float, more: float) -> None:
     assert bucket(age) >= 0
 
 
-def test_nothing_is_known_before_three_independent_lives() -> None:
+def test_nothing_is_known_before_two_independent_lives() -> None:
     learned = Learned()
-    for number in range(2):
-        live(learned, f"s{number}", 10 * MIB, 300)
+    for moment in range(0, 300, 5):
+        for member in range(8):
+            learned.observe("t", "one group", f"s{member}", float(moment), 10 * MIB)
     profile = learned.profile("t")
     assert profile is not None
-    assert profile.row(60.0) is None
-    for number in range(2, 12):
+    assert profile.row(60.0) is None, "eight clones are one life"
+    for number in range(12):
         live(learned, f"s{number}", 10 * MIB, 300)
     assert row(learned, 60.0).mean == pytest.approx(10 * MIB)
     assert learned.profile("other") is None
 
 
-def test_a_life_that_goes_on_says_nothing_of_ages_it_has_not_reached() -> None:
-    """Censored: counted for what it was seen to hold, unknown beyond."""
-    learned = Learned()
-    for number in range(12):
-        live(learned, f"s{number}", 10 * MIB, 100, ends=False)
-    at_the_edge = row(learned, 98.0)
-    assert at_the_edge.ahead[-1].unknown == pytest.approx(1.0)
-    assert row(learned, 5.0).ahead[0].unknown == 0.0
+def test_beyond_what_was_watched_the_declared_size_counts_until_enough_was_watched() -> None:
+    """Censored lives: counted for what they were seen to hold, less sure of what comes."""
+    unknown = []
+    for lives_watched in (4, 16, 64):
+        learned = Learned()
+        for number in range(lives_watched):
+            live(learned, f"s{number}", 10 * MIB, 100, ends=False)
+        edge = row(learned, 98.0).ahead
+        unknown.append(edge[-1].unknown)
+        assert edge[-1].mean == pytest.approx(10 * MIB), "expected to go on as it was"
+        assert edge[0].unknown < edge[-1].unknown, "the near future is surer"
+        assert row(learned, 5.0).ahead[0].unknown == 0.0, "those ages were all seen"
+    assert 1.0 > unknown[0] > unknown[1] > unknown[2] > 0.0
     finished = Learned()
     for number in range(12):
         live(finished, f"s{number}", 10 * MIB, 100)

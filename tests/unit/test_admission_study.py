@@ -117,6 +117,24 @@ def test_policies_that_do_not_look_ahead_overload() -> None:
     assert outcome(lambda _: Declared(32.0)).overloaded > 0.1
 
 
+def test_long_lives_are_learned_from_before_any_has_ended() -> None:
+    """A service that has just started knows declared sizes only: eight fit. Nobody ends, yet more are let in."""
+    trace = msgspec.structs.replace(SMALL, life_s=(1000.0, 1000.0), declared_mib=512)
+    world = World(trace, Setting(4400 * MIB), groups_of(trace))
+    policy = FootprintAdmission(FootprintConfig(target=0.05))
+    waiting, number, running = world.group(0), 0, list[int]()
+    while world.now < 900.0:
+        if world.try_group(waiting, policy):
+            number += 1
+            waiting = world.group(number)
+        world.advance(world.now + 5.0)
+        world.sample(policy)
+        running.append(sum(len(host.sandboxes) for host in world.hosts))
+    assert running[1] == 8
+    assert running[-1] >= 24
+    assert sum(host.overloaded_s for host in world.hosts) <= 0.05 * world.now
+
+
 def test_what_can_never_start_is_said_and_not_waited_for() -> None:
     with pytest.raises(ValueError, match="no group of 4"):
         outcome(lambda _: Declared(), Setting(100 * MIB))

@@ -5,10 +5,11 @@ today's deviation persists, and how much a trajectory group's sandboxes move tog
 
 Must not know: hosts, capacity, policy.
 
-Guarantees: deterministic in the order of calls. Until enough independent lives have reached an age, the answer for it
-is the declared size. Lives that have not ended count for the ages they reached and say nothing of later ones (Kaplan
-and Meier's estimate of survival). Old lives fade, so that a changed workload is followed. Memory is bounded: a few
-hundred bytes a living sandbox, forgotten at its end.
+Guarantees: deterministic in the order of calls. Until two independent lives have reached an age, the answer for it is
+the declared size. Lives that have not ended count for the ages they reached (Kaplan and Meier's estimate of survival);
+later ages are expected to be like the last one, less surely the further they lie beyond what was watched. Old lives
+fade, so that a changed workload is followed. Memory is bounded: a few hundred bytes a living sandbox, forgotten at its
+end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ time: what grows within it grows before anything can be paused."""
 _HORIZON_S = 1280.0
 _WIDTH_S = 10.0
 _BUCKETS_A_DOUBLING = 3
-_ENOUGH = 3.0
+_ENOUGH = 2.0
 """Independent lives (a group of clones is little more than one) below which an age counts as unknown."""
 HALF_LIFE = 4000.0
 """Ended lives after which one counts half."""
@@ -50,7 +51,7 @@ class Ahead(msgspec.Struct, frozen=True, gc=False):
     """One lookahead of one age. Bytes. ``skew`` is the cube root of the third central moment, ``error`` the standard
     error of ``mean``, common to all of a template's sandboxes. ``slope``: by how much a byte more now raises the mean;
     ``left``: how much of the rest is still uncertain once it is known what is held now. ``unknown`` is the probability
-    of living into ages that nobody has reached: there the declared size counts."""
+    of doing something new at ages that nobody has reached: there the declared size counts."""
 
     mean: float
     sd: float
@@ -202,10 +203,9 @@ class Profile:
         newest = self._known[-1]
         soonest = age_s + LOOKAHEADS[number]
         latest = age_s + (LOOKAHEADS[number + 1] if number + 1 < len(LOOKAHEADS) else _HORIZON_S)
-        edge = _begins(newest + 1)
-        beyond = self._survival(age_s, max(soonest, edge)) if latest > edge else 0.0
+        beyond = self._surprise(age_s, soonest, latest)
         worst = (0.0, 0.0, 0.0, 0.0)
-        for there in range(bucket(soonest), min(bucket(latest), newest) + 1):
+        for there in range(min(bucket(soonest), newest), min(bucket(latest), newest) + 1):
             nearest = self._nearest(there)
             alive = self._survival(age_s, max(soonest, _begins(there)))
             mean, sd, skew = self._buckets[nearest].scaled(alive)
@@ -216,6 +216,19 @@ class Profile:
         left = math.sqrt(1.0 - persists * persists)
         slope = persists * sd / sd_now if sd_now > 0.0 else 0.0
         return Ahead(mean, sd, skew, error, slope, left, beyond)
+
+    def _surprise(self, age_s: float, soonest: float, latest: float) -> float:
+        """The probability of living beyond every age that is known and doing there what none has done before.
+
+        Rule of succession: after so many independent lives have been watched for so long, the next stretch of time
+        brings news with the share that it has of all the time then watched.
+        """
+        edge = _begins(self._known[-1] + 1)
+        if latest <= edge:
+            return 0.0
+        ahead = latest - max(age_s, edge)
+        watched = self._independent(self._buckets[self._known[-1]]) * edge
+        return self._survival(age_s, max(soonest, edge)) * ahead / (ahead + watched)
 
     def _samples(self, index: int) -> float:
         """How many independent samples the bucket's mean rests on: those of one life agree as much as its deviations
