@@ -151,7 +151,7 @@ async def _once(content: bytes) -> AsyncIterator[bytes]:
 @asynccontextmanager
 async def _open(state: Path | None, *, build: bool = False) -> AsyncIterator[Templates]:
     """The templates of the state directory; with ``build`` also a runtime of our own to build in."""
-    from venusrl.sandboxes.manager.serve import default_state
+    from venusrl.sandboxes.manager.state import default_state
     from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
     from venusrl.sandboxes.templates.service import Templates
 
@@ -226,7 +226,7 @@ def remove(
 @app.command("gc")
 def collect(state: _State = None, json_output: _Json = False) -> None:
     """Remove layers that no template, sandbox, snapshot or recent build needs."""
-    from venusrl.sandboxes.manager.serve import default_state
+    from venusrl.sandboxes.manager.state import default_state
 
     async def work() -> Any:
         async with _open(state) as templates:

@@ -12,7 +12,6 @@ what is everybody's. All errors are SandboxErrors.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import re
@@ -44,14 +43,14 @@ from venusrl.sandboxes.templates.records import (
     Template,
     checked_name,
 )
-from venusrl.sandboxes.templates.store import Collected, Store, disk_errors
+from venusrl.sandboxes.templates.store import Collected, Store
+from venusrl.sandboxes.templates.uploads import Uploads
 
 _log = logging.getLogger(__name__)
 HOST = RESERVED[0]
 BASE = "base"
 _BASE_IMAGES = ("e2bdev/base", "e2bdev/code-interpreter")
 """What E2B's clients build on when told nothing: here the base template."""
-_HASH = re.compile(r"[0-9a-f]{64}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -86,9 +85,9 @@ class Templates:
     def __init__(self, state: Path, runtime: Runtime | None = None, rules: Rules | None = None) -> None:
         self.store = Store(state)
         self.records = Records(state / "records")
-        self._uploads = state / "uploads"
         self._runtime = runtime
         self._rules = rules or Rules()
+        self._uploads = Uploads(state / "uploads", self._rules.upload_bytes)
         self._running = asyncio.Semaphore(self._rules.at_once)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._base = asyncio.Lock()
@@ -102,8 +101,7 @@ class Templates:
     def _prepare(self) -> None:
         self.store.prepare()
         self.records.prepare()
-        with disk_errors(self._uploads):
-            self._uploads.mkdir(mode=0o700, exist_ok=True)
+        self._uploads.prepare()
         for build in self.records.builds():
             if build.state == "building" and not _alive(build.maker):
                 self._finish(build, error=Reason("the service ended during the build: start it again"))
@@ -321,7 +319,9 @@ class Templates:
         async with self._making():
             log("info", f"base: {request.from_image or request.from_template}", "base")
             base = await self._base_of(tenant, build, request)
-            image = await builder.run(base, request.steps, lambda h: self._upload(tenant, h), log, force=request.force)
+            image = await builder.run(
+                base, request.steps, lambda h: self._uploads.find(tenant, h), log, force=request.force
+            )
             start = Start(request.start_cmd, request.ready_cmd) if request.start_cmd or request.ready_cmd else None
             image = msgspec.structs.replace(image, start=start or image.start)
             if start is not None:
@@ -350,37 +350,11 @@ class Templates:
     # -- uploads
 
     def has_upload(self, tenant: str, files_hash: str) -> bool:
-        return self._upload_path(tenant, files_hash).exists()
+        return self._uploads.has(tenant, files_hash)
 
     async def put_upload(self, tenant: str, files_hash: str, data: AsyncIterator[bytes]) -> None:
         """Keep an archive for COPY steps. Raises BadTemplate when it is too large."""
-        path = self._upload_path(tenant, files_hash)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        size = 0
-        try:
-            with disk_errors(self._uploads), part.open("xb") as file:
-                async for piece in data:
-                    size += len(piece)
-                    if size > self._rules.upload_bytes:
-                        raise BadTemplate(f"an upload has at most {self._rules.upload_bytes >> 20} MiB")
-                    await asyncio.to_thread(file.write, piece)
-                await asyncio.to_thread(os.fsync, file.fileno())
-            part.rename(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-    def _upload(self, tenant: str, files_hash: str) -> Path:
-        path = self._upload_path(tenant, files_hash)
-        if not path.exists():
-            raise BadTemplate("the files of this step were not uploaded: upload them, then build")
-        return path
-
-    def _upload_path(self, tenant: str, files_hash: str) -> Path:
-        """By tenant: the hash is the client's word for the content, not the archive's digest."""
-        if _HASH.fullmatch(files_hash) is None:
-            raise BadTemplate("a files hash is 64 hexadecimal digits")
-        return self._uploads / hashlib.sha256(tenant.encode()).hexdigest()[:16] / f"{files_hash}.tar"
+        await self._uploads.put(tenant, files_hash, data)
 
     # -- looking and changing
 
