@@ -52,7 +52,7 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             trace = read_trace(name, life_s)
             for templates in (1,) if args.quick else (1, 8):
                 for policy, share in POLICIES.values():
-                    if templates == 1 or share:
+                    if share or (templates == 1 and runtime == "namespace"):  # clones of a machine always share
                         found.append(
                             Cell(runtime, trace, policy, templates, share, args.memory, args.reserve, args.seconds)
                         )

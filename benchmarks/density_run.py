@@ -28,6 +28,7 @@ from venusrl.sandboxes.templates.api import Image
 
 USER = "user"
 PILOT_GROUPS = 8
+"""At most so many are let in first, to learn from; fewer where memory is small."""
 IDLE = 16
 """Sandboxes without work whose memory, each, is the runtime's overhead."""
 TOOLS = ("sh", "dd", "sleep", "cat", "test", "echo", "[", "mkdir", "true")
@@ -185,6 +186,10 @@ def runtime_of(name: str, state: Path) -> Runtime:
         from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
 
         return NamespaceRuntime(state, require_cgroup=True)
+    if name == "microvm":
+        from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
+
+        return MicroVmRuntime(state)
     raise SystemExit(f"the benchmark knows no runtime {name}")
 
 
@@ -194,7 +199,9 @@ class Run:
     def __init__(self, cell: Cell, state: Path, group: Group) -> None:
         self._cell, self._group = cell, group
         self.result = Result(cell)
-        self._policy = Piloted(policy_of(cell.policy), PILOT_GROUPS)
+        each = 1.5 * (cell.trace.peak_mib + 40.0) * cell.trace.group
+        self._pilots = max(2, min(PILOT_GROUPS, int((cell.memory_mib - cell.reserve_mib) / each)))
+        self._policy = Piloted(policy_of(cell.policy), self._pilots)
         self._images = Catalogue(state / "templates", cell.trace)
         self._runtime = runtime_of(cell.runtime, state / "runtime")
         config = HostConfig(memory=cell.memory_mib * MIB, reserve=cell.reserve_mib * MIB)
@@ -214,7 +221,7 @@ class Run:
         try:
             await self._measure_overhead()
             if self._cell.policy.startswith("footprint"):
-                await asyncio.gather(*(self._live(f"pilot{number}", number) for number in range(PILOT_GROUPS)))
+                await asyncio.gather(*(self._live(f"pilot{number}", number) for number in range(self._pilots)))
             await self._fill()
         finally:
             watching.cancel()
