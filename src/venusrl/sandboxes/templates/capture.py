@@ -20,6 +20,7 @@ from venusrl.sandboxes.protocol import SandboxError
 from venusrl.sandboxes.runtimes.base import Instance, Runtime
 from venusrl.sandboxes.runtimes.namespace import archive
 from venusrl.sandboxes.runtimes.namespace.instance import FILES
+from venusrl.sandboxes.runtimes.namespace.orders import UPPER
 from venusrl.sandboxes.templates.build import Capture
 
 _FOREIGN = ("trusted.overlay.redirect", "trusted.overlay.metacopy", "user.overlay.redirect", "user.overlay.metacopy")
@@ -46,9 +47,9 @@ async def namespace_changes(instance: Instance, directory: Path) -> None:
 
 def _unfold(kept: Path, directory: Path) -> None:
     whole = directory.with_name(f"{directory.name}.whole")
-    (whole / archive.UPPER).mkdir(parents=True)
+    (whole / UPPER).mkdir(parents=True)
     archive.unpack(kept / FILES, whole, 0)
-    upper = whole / archive.UPPER
+    upper = whole / UPPER
     for folder, names, _ in os.walk(upper):
         for name in ("", *names):
             path = Path(folder, name)

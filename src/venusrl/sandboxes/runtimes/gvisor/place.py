@@ -24,6 +24,7 @@ from venusrl.sandboxes.runtimes.gvisor import bundle
 from venusrl.sandboxes.runtimes.namespace import archive, kernel
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
+from venusrl.sandboxes.runtimes.namespace.orders import UPPER
 
 _FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
 _FILES_PER_MIB = 256
@@ -126,9 +127,9 @@ class Place:
         size = spec.limits.disk_mib
         options = f"mode=0700,size={size}m,nr_inodes={max(512, size * _FILES_PER_MIB)}"
         kernel.mount("venusrl", str(self.disk), "tmpfs", _FLAGS, options)
-        upper = self.disk / archive.UPPER
+        upper = self.disk / UPPER
         upper.mkdir()
-        work = self.disk / f"{archive.UPPER}.work"
+        work = self.disk / f"{UPPER}.work"
         work.mkdir()
         if kept is not None:
             archive.unpack(kept, self.disk, 0)
