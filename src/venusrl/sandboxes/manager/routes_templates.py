@@ -23,7 +23,7 @@ from venusrl.sandboxes.manager.records import Key
 from venusrl.sandboxes.manager.web_common import SERVICE, json_answer, key_of, limit_of, number_of
 from venusrl.sandboxes.protocol import TemplateNotFound
 from venusrl.sandboxes.templates.records import Build, LogEntry, Template
-from venusrl.sandboxes.templates.service import BuildRequest, Templates
+from venusrl.sandboxes.templates.service import BASE, HOST, BuildRequest, Templates
 
 _LINK_S = 3600.0
 TEMPLATES: web.AppKey[Templates | None] = web.AppKey("templates")
@@ -160,13 +160,19 @@ async def upload(request: web.Request) -> web.StreamResponse:
 
 
 async def alias(request: web.Request) -> web.StreamResponse:
+    """Whether a name is in use, ready or not. The names that are always there are not made for the question's sake."""
     key = key_of(request)
     name = unquote(request.match_info["alias"])
     templates = request.app[TEMPLATES]
-    image = await request.app[SERVICE].manager.catalogue.resolve(name, key.tenant)
-    found = None if templates is None else _found(templates, key.tenant, name)
-    if found is None:
+    if templates is None:
+        image = await request.app[SERVICE].manager.catalogue.resolve(name, key.tenant)
         return json_answer({"templateID": image.id, "public": not image.owner})
+    try:
+        found = templates.find(key.tenant, name)
+    except TemplateNotFound:
+        if name not in (BASE, HOST):
+            raise
+        return json_answer({"templateID": name, "public": True})
     return json_answer({"templateID": found.id, "public": found.public or not found.tenant})
 
 
@@ -274,13 +280,6 @@ def _templates(request: web.Request) -> Templates:
 
 def _template(request: web.Request) -> str:
     return unquote(request.match_info["template"])
-
-
-def _found(templates: Templates, tenant: str, name: str) -> Template | None:
-    try:
-        return templates.find(tenant, name)
-    except TemplateNotFound:
-        return None
 
 
 def _entry(entry: LogEntry) -> dict[str, Any]:
