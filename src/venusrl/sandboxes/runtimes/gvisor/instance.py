@@ -193,9 +193,10 @@ class GvisorInstance:
         if self._state == "files" or group is None:
             return Footprint()
         try:
-            return await asyncio.to_thread(group.memory)
+            held = await asyncio.to_thread(group.memory)
         except FileNotFoundError:
             raise SandboxGone(f"sandbox {self._spec.id} is no more") from None
+        return Footprint(held.private, held.kernel, held.files, held.swap)
 
     async def died(self) -> str:
         return await asyncio.shield(self._died)
