@@ -88,7 +88,7 @@ async def all_of_shell(inside: Guest, command: str) -> None:
 
 
 async def test_a_service_that_comes_anew_gets_what_the_former_had_not_taken(inside: Guest) -> None:
-    process = await inside.client.start(shell("seq 1 30000; echo end; exit 6"))
+    process = await inside.client.start(shell("seq 1 100000; echo end; exit 6"))
     taken = b""
     events = process.events()
     while len(taken) < 50_000:
@@ -100,7 +100,7 @@ async def test_a_service_that_comes_anew_gets_what_the_former_had_not_taken(insi
     later = inside.another()
     (info,) = await later.processes()
     ended = await all_of(await later.attach(info.pid))
-    assert taken + ended.stdout == "".join(f"{n}\n" for n in range(1, 30001)).encode() + b"end\n"
+    assert taken + ended.stdout == "".join(f"{n}\n" for n in range(1, 100001)).encode() + b"end\n"
     assert ended.exit == Exit(6)
     await later.close()
 
