@@ -260,3 +260,42 @@ async def test_ids_are_checked(runtime: NamespaceRuntime) -> None:
     for name in ("one", "../up", "", "a/b", "x" * 64):
         with pytest.raises(SandboxError):
             await runtime.create(spec(name))
+
+
+async def test_a_templates_pages_are_its_own(runtime: NamespaceRuntime, tmp_path: Path) -> None:
+    layer = tmp_path / "layer"
+    (layer / "usr/lib").mkdir(parents=True)
+    (layer / "usr/lib/big.so").write_bytes(os.urandom(3 << 20))
+    image = Image(id="sha256:pages", name="pages", layers=(str(layer),))
+    assert await runtime.shared(image.id) == 0
+    await runtime.prepare(image)
+    assert await runtime.shared(image.id) == 3 << 20
+    assert [path for path in groups_of(tmp_path / "ns") if path.name.startswith("template.")]
+    assert await runtime.sweep(set()) == []
+    await runtime.forget(image.id)
+    assert groups_of(tmp_path / "ns") == []
+    with pytest.raises(SandboxError, match="lacks its layer"):
+        await runtime.prepare(Image(id="gone", name="gone", layers=(str(tmp_path / "gone"),)))
+
+
+async def test_a_hundred_lives_leave_nothing(runtime: NamespaceRuntime, tmp_path: Path) -> None:
+    numbers = iter(range(100))
+
+    async def live() -> None:
+        for number in numbers:
+            sandbox = await runtime.create(spec(f"life-{number}"))
+            await output(sandbox, "echo x > /tmp/x; (sleep 1000 &) >/dev/null 2>&1; true")
+            await sandbox.kill()
+
+    await asyncio.gather(*(live() for _ in range(8)))
+    assert left_of(tmp_path / "ns") == []
+    assert groups_of(tmp_path / "ns") == []
+    assert runtime._link is not None
+    children = Path(f"/proc/{runtime._link.pid}/task/{runtime._link.pid}/children")
+    for _ in range(int(WAIT_S / 0.05)):
+        if not children.read_text().split():
+            break
+        await asyncio.sleep(0.05)
+    assert children.read_text().split() == []
+    assert runtime._pool is not None
+    assert runtime._pool.take() == runtime._pool.first()

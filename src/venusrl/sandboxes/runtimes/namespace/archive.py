@@ -16,13 +16,13 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import zstandard
 
 from venusrl.sandboxes.protocol import DiskFull, HostDiskFull, SandboxError
+from venusrl.sandboxes.runtimes.namespace import kernel
 from venusrl.sandboxes.runtimes.namespace.orders import UPPER
 
 _WORK = ".work"
@@ -54,8 +54,12 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag=1):
     data: bytes
 
 
+class End(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Nothing follows: an archive without it was cut short."""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Entry | Piece)
+_decoder = msgspec.msgpack.Decoder(Entry | Piece | End)
 
 
 def pack(source: Path, target: Path, base: int) -> int:
@@ -63,7 +67,7 @@ def pack(source: Path, target: Path, base: int) -> int:
     root = os.open(source / UPPER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with target.open("xb") as file, zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file) as out:
-            for value in _walk(root, base):
+            for value in _whole(root, base):
                 body = _encoder.encode(value)
                 out.write(len(body).to_bytes(4, "big") + body)
     except OSError as error:
@@ -74,6 +78,11 @@ def pack(source: Path, target: Path, base: int) -> int:
     finally:
         os.close(root)
     return target.stat().st_size
+
+
+def _whole(root: int, base: int) -> Iterator[Entry | Piece | End]:
+    yield from _walk(root, base)
+    yield End()
 
 
 def _walk(root: int, base: int) -> Iterator[Entry | Piece]:
@@ -183,7 +192,8 @@ def unpack(source: Path, target: Path, base: int) -> None:
         _finish(current)
         current = None
         for folder in reversed(folders):  # last, for writing into a directory changes its time
-            os.utime(folder.path, ns=(folder.modified_ns, folder.modified_ns), dir_fd=root, follow_symlinks=False)
+            times = (folder.modified_ns, folder.modified_ns)
+            os.utime(folder.path, ns=times, dir_fd=root, follow_symlinks=False)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull("a sandbox's kept files do not fit into its disk limit: give it the limit it had") from None
@@ -212,39 +222,67 @@ def _read(source: Path) -> Iterator[Entry | Piece]:
                 body = stream.read(length)
                 if len(body) < length:
                     raise SandboxError(f"the archive {source} is cut short")
-                yield _decoder.decode(body)
+                value = _decoder.decode(body)
+                if isinstance(value, End):
+                    return
+                yield value
+            raise SandboxError(f"the archive {source} is cut short")
     except (zstandard.ZstdError, msgspec.MsgspecError, FileNotFoundError) as error:
         raise SandboxError(f"the archive {source} cannot be read: {error}") from None
 
 
 def _restore(root: int, entry: Entry, base: int) -> int | None:
     """Make one file; a descriptor when data may follow."""
-    path, fd = entry.path, None
-    if entry.twin:
-        os.link(entry.twin, path, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
-        return None
-    kind = stat.S_IFMT(entry.mode)
+    if entry.path == b".":
+        return _finish_entry(os.dup(root), b".", entry, base)
+    parent, name = _parent(root, entry.path)
+    try:
+        if entry.twin:
+            other, twin = _parent(root, entry.twin)
+            try:
+                os.link(twin, name, src_dir_fd=other, dst_dir_fd=parent, follow_symlinks=False)
+            finally:
+                os.close(other)
+            return None
+        return _finish_entry(parent, name, entry, base)
+    finally:
+        os.close(parent)
+
+
+def _parent(root: int, path: bytes) -> tuple[int, bytes]:
+    """The real directory that a path names its file in: no link on the way, nothing above the root."""
+    folder, _, name = path.rpartition(b"/")
+    if name in (b"", b".", b"..") or path.startswith(b"/"):
+        raise SandboxError(f"the archive is damaged: {path!r} is not a file's path")
+    resolve = kernel.RESOLVE_BENEATH | kernel.RESOLVE_NO_SYMLINKS
+    flags = os.O_PATH | os.O_DIRECTORY
+    return kernel.openat2(root, os.fsdecode(folder or b"."), flags, resolve=resolve), name
+
+
+def _finish_entry(parent: int, name: bytes, entry: Entry, base: int) -> int | None:
+    kind, fd = stat.S_IFMT(entry.mode), None
     if kind == stat.S_IFDIR:
-        with suppress(FileExistsError):  # the archive's own root
-            os.mkdir(path, 0o700, dir_fd=root)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+        if name != b".":
+            os.mkdir(name, 0o700, dir_fd=parent)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     elif kind == stat.S_IFREG:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=root)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=parent)
         os.ftruncate(fd, entry.size)
     elif kind == stat.S_IFLNK:
-        os.symlink(entry.target, path, dir_fd=root)
+        os.symlink(entry.target, name, dir_fd=parent)
+    elif kind == stat.S_IFCHR and entry.device:
+        raise SandboxError("the archive is damaged: it holds a device")
     else:
-        os.mknod(path, entry.mode, entry.device if kind == stat.S_IFCHR else 0, dir_fd=root)
-    os.chown(path, base + entry.uid, base + entry.gid, dir_fd=root, follow_symlinks=False)
+        os.mknod(name, entry.mode, 0, dir_fd=parent)
+    os.chown(name, base + entry.uid, base + entry.gid, dir_fd=parent, follow_symlinks=False)
     if kind != stat.S_IFLNK:
-        os.chmod(path, stat.S_IMODE(entry.mode), dir_fd=root)
-    for name, value in entry.attributes.items():
-        assert fd is not None
-        os.setxattr(fd, name, value)
-    if kind not in (stat.S_IFDIR, stat.S_IFREG):
-        os.utime(path, ns=(entry.modified_ns, entry.modified_ns), dir_fd=root, follow_symlinks=False)
+        os.chmod(name, stat.S_IMODE(entry.mode), dir_fd=parent)
+    if fd is None:
+        os.utime(name, ns=(entry.modified_ns, entry.modified_ns), dir_fd=parent, follow_symlinks=False)
+        return None
+    for attribute, value in entry.attributes.items():
+        os.setxattr(fd, attribute, value)
     if kind == stat.S_IFREG:
         return fd
-    if fd is not None:
-        os.close(fd)
+    os.close(fd)
     return None

@@ -33,7 +33,11 @@ def sandboxes_in(node: NodeGroups) -> set[str]:
     """The sandboxes that have a group."""
     names: set[str] = set()
     for directory in node.directories.values():
-        names |= {entry.name for entry in directory.iterdir() if entry.is_dir() and entry.name != "probe"}
+        names |= {
+            entry.name
+            for entry in directory.iterdir()
+            if entry.is_dir() and entry.name != "probe" and "." not in entry.name
+        }
     return names
 
 

@@ -28,7 +28,7 @@ from venusrl.sandboxes.agent import build, client
 from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec
 from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, SandboxGone
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
-from venusrl.sandboxes.runtimes.namespace import groups, orders, pageout, userns
+from venusrl.sandboxes.runtimes.namespace import groups, orders, pageout, pages, userns
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.runtimes.namespace.forge import SOCKETS, STAGE
@@ -39,6 +39,7 @@ from venusrl.sandboxes.templates.api import Image
 
 _KEPT, _NETWORK = "paused", "network"
 _READY_S, _READY_EVERY_S = 25.0, 0.1
+_LOOK_EVERY_S = 30.0
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
@@ -56,6 +57,8 @@ class NamespaceRuntime:
         self._link: ForgeLink | None = None
         self._starting = asyncio.Lock()
         self._instances: dict[str, NamespaceInstance] = {}
+        self._files: dict[str, list[str]] = {}
+        self._shared: dict[str, tuple[float, int]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.egress = Egress(state / _NETWORK)
         self.boot = ""
@@ -91,12 +94,30 @@ class NamespaceRuntime:
         for layer in image.layers:
             if not Path(layer).is_dir():  # noqa: ASYNC240 - a handful
                 raise SandboxError(f"the template {image.name} lacks its layer {layer}: build it again")
+        if image.id in self._files:
+            return
+        files = await asyncio.to_thread(pages.files_of, image.layers)
+        self._files[image.id] = [path for path, _ in files]
+        wanted = list(pages.worth_touching(image.layers, files))
+        await asyncio.to_thread(pages.touch, self._groups, _plain(image.id), wanted)
 
     async def forget(self, image_id: str) -> None:
-        return None
+        self._files.pop(image_id, None)
+        self._shared.pop(image_id, None)
+        await asyncio.to_thread(pages.forget, self._groups, _plain(image_id))
 
     async def shared(self, image_id: str) -> int:
-        return 0
+        """Looked at anew every so often: a template has thousands of files."""
+        now = asyncio.get_running_loop().time()
+        seen = self._shared.get(image_id)
+        if seen is not None and now < seen[0] + _LOOK_EVERY_S:
+            return seen[1]
+        paths = self._files.get(image_id)
+        if paths is None:
+            return 0
+        found = await asyncio.to_thread(pages.resident, paths)
+        self._shared[image_id] = (now, found)
+        return found
 
     async def create(self, spec: Spec) -> Instance:
         return await self._begin(spec, None)
@@ -295,6 +316,11 @@ class NamespaceRuntime:
         if self._groups is None:
             lacks["limits"] = "no control groups: sandboxes can be neither limited as wholes nor paused; start as root"
         return Abilities(memory_snapshot=False, live_migration=False, egress=self.egress.lacks is None, lacks=lacks)
+
+
+def _plain(image: str) -> str:
+    """A template's id as a file's name."""
+    return hashlib.sha256(image.encode()).hexdigest()[:16]
 
 
 async def preload(agent: Agent, image: Image) -> None:
