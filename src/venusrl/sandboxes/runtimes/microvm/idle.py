@@ -42,14 +42,18 @@ class IdlePolicy(msgspec.Struct, frozen=True):
     """
 
     after_s: float = 2.0
-    busy_percent: float = 8.0
+    busy_percent: float = 25.0
 
 
 class IdleAgent:
     """An ``Agent``. ``wake`` lets the processors run, ``sleep`` stops them; both idempotent."""
 
-    def __init__(self, agent: Agent, policy: IdlePolicy, wake: Step, sleep: Step) -> None:
+    def __init__(
+        self, agent: Agent, policy: IdlePolicy, wake: Step, sleep: Step, background: frozenset[int] = frozenset()
+    ) -> None:
+        """``background``: processes that came with the template (a server waits for requests, which wake it)."""
         self._agent = agent
+        self._background = background
         self._policy = policy
         self._wake = wake
         self._sleep = sleep
@@ -80,9 +84,12 @@ class IdleAgent:
         with contextlib.suppress(SandboxError):
             while True:
                 self._touched.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._touched.wait(), self._policy.after_s)
+                try:
+                    async with asyncio.timeout(self._policy.after_s):  # wait_for may lose a cancellation (3.11)
+                        await self._touched.wait()
                     continue
+                except TimeoutError:
+                    pass
                 if not self._under_way and not self._asleep and await self._is_idle():
                     async with self._turn:
                         if not self._under_way:
@@ -90,7 +97,7 @@ class IdleAgent:
                             self._asleep = True
 
     async def _is_idle(self) -> bool:
-        if await self._agent.processes():
+        if any(info.pid not in self._background for info in await self._agent.processes()):
             return False
         return (await self._agent.usage()).cpu_percent < self._policy.busy_percent
 

@@ -124,7 +124,7 @@ class MicroVm:
             await vm.qmp.ask("stop")
 
         client = AgentClient(unix(vm.agent_socket))
-        return IdleAgent(client, self._maker.policy, wake, sleep)
+        return IdleAgent(client, self._maker.policy, wake, sleep, frozenset(self.made.started))
 
     def _env(self) -> dict[str, str]:
         return {**self._spec.image.env, **self._spec.env}

@@ -46,6 +46,8 @@ class Made(msgspec.Struct, frozen=True):
     place: str
     shape: Shape
     digest: str
+    started: tuple[int, ...] = ()
+    """The start command's processes, running in every clone."""
 
     @property
     def directory(self) -> Path:
@@ -113,13 +115,13 @@ async def make(image: Image, target: Path, site: Site, guest: Guest, kvm: bool) 
         limits = Limits(memory_mib=2 * image.memory_mib + 64, cpus=4.0)
         vm = await Vm.spawn(site, parts, limits)
         try:
-            await _bring_up(vm, image)
+            started = await _bring_up(vm, image)
             await freeze(vm, work / "state")
             await vm.quit()
         finally:
             await vm.kill()
         digest = await asyncio.to_thread(seal, work)
-        made = Made(image, str(target), shape, digest)
+        made = Made(image, str(target), shape, digest, started)
         (work / "template.json").write_bytes(msgspec.json.encode(made))
         await asyncio.to_thread(work.rename, target)
     finally:
@@ -151,7 +153,7 @@ async def outgoing(vm: Vm, uri: str, timeout_s: float) -> None:
         moving.cancel()
 
 
-async def _bring_up(vm: Vm, image: Image) -> None:
+async def _bring_up(vm: Vm, image: Image) -> tuple[int, ...]:
     await vm.qmp.ask("cont")
     agent = AgentClient(unix(vm.agent_socket), patience_s=_BOOT_S, answer_s=_BOOT_S)
     try:
@@ -165,6 +167,7 @@ async def _bring_up(vm: Vm, image: Image) -> None:
         if image.start is not None:
             await _start(agent, image)
         await agent.quiesce()
+        return tuple(info.pid for info in await agent.processes())
     finally:
         await agent.close()
 
@@ -262,8 +265,10 @@ def seal(work: Path) -> str:
 
 
 def digest(memory: Path) -> str:
-    """SHA-256 of the blocks that are not all zero and of where they are. Holes are hardly read: reading a hole would fill
-    the page cache."""
+    """SHA-256 of the blocks that are not all zero and of where they are.
+
+    Holes are hardly read: reading a hole would fill the page cache.
+    """
     found = hashlib.sha256()
     zeros = bytes(_BLOCK)
     with memory.open("rb") as file:
