@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from density_run import Cell, Group, Result, Run
+from density_run import Cell, Group, Result, Run, runtime_of
 from venusrl.sandboxes.admission.baselines import Oracle
 from venusrl.sandboxes.admission.study import Setting, World, simulate
 from venusrl.sandboxes.admission.traces import MIB, Trace, lives
@@ -54,7 +55,17 @@ def cells(args: argparse.Namespace) -> list[Cell]:
                 for policy, share in POLICIES.values():
                     if share or (templates == 1 and runtime == "namespace"):  # clones of a machine always share
                         found.append(
-                            Cell(runtime, trace, policy, templates, share, args.memory, args.reserve, args.seconds)
+                            Cell(
+                                runtime,
+                                trace,
+                                policy,
+                                templates,
+                                share,
+                                args.memory,
+                                args.reserve,
+                                args.seconds,
+                                args.kernel,
+                            )
                         )
     return [cell for cell in found if args.only in cell.key]
 
@@ -64,7 +75,7 @@ def memory_group() -> Path:
     mounts = cgroup.parse_mounts(Path("/proc/self/mountinfo").read_text())
     for mount in mounts:
         if mount.version == 2 or "memory" in mount.controllers:
-            path = mount.path / f"{cgroup.PREFIX}density"
+            path = mount.path / f"{cgroup.PREFIX}density-{os.getpid()}"
             try:
                 path.mkdir(exist_ok=True)
             except OSError:
@@ -150,10 +161,15 @@ def draw(results: dict[str, Result], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
+async def live(cell: Cell, state: Path, group: Group) -> Result:
+    (state / "runtime").mkdir()
+    return await Run(cell, state, group, await runtime_of(cell, state / "runtime"))()
+
+
 def inside(args: argparse.Namespace) -> None:
     cell = msgspec.json.decode(args.inside.read_bytes(), type=Cell)
     with tempfile.TemporaryDirectory() as state:
-        result = asyncio.run(Run(cell, Path(state), Group(args.group))())
+        result = asyncio.run(live(cell, Path(state), Group(args.group)))
     args.out.write_bytes(msgspec.json.encode(result))
 
 
@@ -165,6 +181,9 @@ def main() -> None:
     parser.add_argument("--reserve", type=int, default=512, help="MiB of it that admission leaves alone")
     parser.add_argument("--seconds", type=float, default=300.0, help="how long the host is kept full, a cell")
     parser.add_argument("--life", type=float, default=120.0, help="the longest life in seconds; the shortest is half")
+    parser.add_argument(
+        "--kernel", default="", help="Debian's kernel package, a file, for microVMs; else it is fetched"
+    )
     parser.add_argument("--only", default="", help="cells whose key has this")
     parser.add_argument("--out", type=Path, default=Path("density.json"))
     parser.add_argument("--figure", type=Path)

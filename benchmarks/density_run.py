@@ -45,6 +45,8 @@ class Cell(msgspec.Struct, frozen=True):
     memory_mib: int
     reserve_mib: int
     seconds: float
+    kernel_package: str = ""
+    """For microVMs: Debian's kernel package as a file; "" fetches it."""
 
     @property
     def key(self) -> str:
@@ -181,33 +183,32 @@ def policy_of(name: str) -> Admission:
     return made[kind]()
 
 
-def runtime_of(name: str, state: Path) -> Runtime:
-    if name == "namespace":
+async def runtime_of(cell: Cell, state: Path) -> Runtime:
+    if cell.runtime == "namespace":
         from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
 
         return NamespaceRuntime(state, require_cgroup=True)
-    if name == "microvm":
+    if cell.runtime == "microvm":
+        from venusrl.sandboxes.runtimes.microvm import setup
         from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
 
+        await setup.setup(state, Path(cell.kernel_package) if cell.kernel_package else None)
         return MicroVmRuntime(state)
-    raise SystemExit(f"the benchmark knows no runtime {name}")
+    raise SystemExit(f"the benchmark knows no runtime {cell.runtime}")
 
 
 class Run:
     """Keeps one host full until the time is over."""
 
-    def __init__(self, cell: Cell, state: Path, group: Group) -> None:
+    def __init__(self, cell: Cell, state: Path, group: Group, runtime: Runtime) -> None:
         self._cell, self._group = cell, group
         self.result = Result(cell)
         each = 1.5 * (cell.trace.peak_mib + 40.0) * cell.trace.group
         self._pilots = max(2, min(PILOT_GROUPS, int((cell.memory_mib - cell.reserve_mib) / each)))
         self._policy = Piloted(policy_of(cell.policy), self._pilots)
         self._images = Catalogue(state / "templates", cell.trace)
-        self._runtime = runtime_of(cell.runtime, state / "runtime")
         config = HostConfig(memory=cell.memory_mib * MIB, reserve=cell.reserve_mib * MIB)
-        self._host = LocalHost(
-            state / "host", {cell.runtime: self._runtime}, self._images, self._policy, NoDoor(), config
-        )
+        self._host = LocalHost(state / "host", {cell.runtime: runtime}, self._images, self._policy, NoDoor(), config)
         self._running = 0
         self._late: list[float] = []
         self._over = False
