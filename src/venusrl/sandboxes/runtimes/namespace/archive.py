@@ -234,7 +234,7 @@ def _read(source: Path) -> Iterator[Entry | Piece]:
 def _restore(root: int, entry: Entry, base: int) -> int | None:
     """Make one file; a descriptor when data may follow."""
     if entry.path == b".":
-        return _finish_entry(os.dup(root), b".", entry, base)
+        return _finish_entry(root, b".", entry, base)
     parent, name = _parent(root, entry.path)
     try:
         if entry.twin:
