@@ -35,7 +35,6 @@ from e2b_service import Service, started
 
 ROOT = Path(__file__).resolve().parents[1]
 DOMAIN = "sandboxes.test"
-FRONT = "127.83.0.1"
 COMMITS = {
     "2.45.0": "f6014f17c",
     "2.63.0": "b8029973aa7da5f741f7bb1a9f833b38a0885438",
@@ -52,10 +51,9 @@ def digest(tests: Path) -> str:
 
 
 def reason(test: str, sdk: str) -> str | None:
-    """Why a test is not run; None = it is."""
-    return next(
-        (why for pattern, sdks, why in EXCLUDED if sdk.startswith(sdks) and fnmatch.fnmatchcase(test, pattern)), None
-    )
+    """Why a test is not run; None = it is. The first pattern that fits decides."""
+    fits = (why for pattern, sdks, why in EXCLUDED if sdk.startswith(sdks) and fnmatch.fnmatchcase(test, pattern))
+    return next(fits, None) or None
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
@@ -68,8 +66,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 @contextlib.asynccontextmanager
-async def tls_front(folder: Path, host: str, port: int) -> AsyncIterator[Path]:
-    """Terminates TLS before the service, on port 443 of ``FRONT``; gives the authority's certificate."""
+async def tls_front(folder: Path, front: str, host: str, port: int) -> AsyncIterator[Path]:
+    """Terminates TLS before the service, on port 443 of ``front``; gives the authority's certificate."""
     key, cert = certificate(folder)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
@@ -86,7 +84,7 @@ async def tls_front(folder: Path, host: str, port: int) -> AsyncIterator[Path]:
         await asyncio.gather(carry(reader, back), carry(there, writer))
 
     try:
-        server = await asyncio.start_server(serve, FRONT, 443, ssl=context)
+        server = await asyncio.start_server(serve, front, 443, ssl=context)
     except PermissionError:
         raise SystemExit(
             "port 443 of loopback is needed: run as root, or lower net.ipv4.ip_unprivileged_port_start"
@@ -95,7 +93,7 @@ async def tls_front(folder: Path, host: str, port: int) -> AsyncIterator[Path]:
         yield cert
 
 
-def environment(service: Service, authority: Path, files: dict[str, Path]) -> dict[str, str]:
+def environment(service: Service, front: str, authority: Path, files: dict[str, Path]) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     return {
         **kept,
@@ -103,11 +101,10 @@ def environment(service: Service, authority: Path, files: dict[str, Path]) -> di
         "E2B_API_URL": service.url,
         "E2B_SANDBOX_URL": service.url,
         "E2B_DOMAIN": DOMAIN,
-        "E2B_VALIDATE_API_KEY": "false",
         "SSL_CERT_FILE": str(authority),
         "PYTHONPATH": str(ROOT / "benchmarks"),
         "CONFORMANCE_DOMAIN": DOMAIN,
-        "CONFORMANCE_FRONT": FRONT,
+        "CONFORMANCE_FRONT": front,
         **{f"CONFORMANCE_{name.upper()}": str(path) for name, path in files.items()},
     }
 
@@ -117,11 +114,11 @@ async def run_suite(args: argparse.Namespace, sdk: str, service: Service, folder
     files = {"results": folder / "results.jsonl", "excluded": folder / "excluded.json"}
     # Without the checkout's own e2b beside them: the installed one is measured.
     copied(args.tests, folder / "suite")
-    collected = await pytest(args, folder, ["--collect-only"], environment(service, folder / "none", files))
+    collected = await pytest(args, folder, ["--collect-only"], environment(service, args.front, folder / "none", files))
     files["excluded"].write_text(json.dumps([test for test in collected if reason(test, sdk) is not None]))
     where = urlsplit(service.url)
-    async with tls_front(folder, where.hostname or "127.0.0.1", where.port or 80) as authority:
-        return await pytest(args, folder, ["--timeout", "120"], environment(service, authority, files))
+    async with tls_front(folder, args.front, where.hostname or "127.0.0.1", where.port or 80) as authority:
+        return await pytest(args, folder, ["--timeout", "120"], environment(service, args.front, authority, files))
 
 
 async def pytest(
@@ -183,6 +180,18 @@ def report(sdk: str, args: argparse.Namespace, found: dict[str, Any]) -> dict[st
     }
 
 
+def merged(before: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """A part that was measured again, put into the whole it is of."""
+    if before.get("tests_sha256") != made["tests_sha256"]:
+        raise SystemExit("the committed results are of another suite: measure all of it")
+    names = ("passed", "failed", "skipped")
+    again = {test for name in names for test in made[name]} | set(made["excluded"])
+    lists = {name: sorted({*made[name], *(t for t in before[name] if t not in again)}) for name in names}
+    excluded = {t: why for t, why in before["excluded"].items() if t not in again} | made["excluded"]
+    counts = {name: len(tests) for name, tests in lists.items()} | {"excluded": len(excluded)}
+    return {**made, **lists, "excluded": dict(sorted(excluded.items())), "counts": counts}
+
+
 def document(results: dict[str, Any]) -> str:
     """The results as a page."""
     lines = [
@@ -222,8 +231,9 @@ async def measure(args: argparse.Namespace) -> int:
     print(json.dumps({"sdk": sdk, **made["counts"], "fallen": fallen}, indent=2))
     for test in made["failed"]:
         print(f"FAILED {test}: {found[test].get('why', '')[:300]}")
-    if args.update and args.only == "*":
-        committed["sdks"][sdk] = made
+    if args.update:
+        before = committed["sdks"].get(sdk, {})
+        committed["sdks"][sdk] = made if args.only == "*" else merged(before, made)
         args.out.write_text(json.dumps(committed, indent=1, sort_keys=True) + "\n")
         args.out.with_suffix(".md").write_text(document(committed))
     return 1 if fallen or not found else 0
@@ -235,6 +245,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="a Python that has e2b and the suite's requirements")
     parser.add_argument("--api-url", default="", help="a service that runs; default: start one")
     parser.add_argument("--key", default="", help="its API key")
+    parser.add_argument("--front", default="127.83.0.1", help="the loopback address whose port 443 speaks TLS")
     parser.add_argument("--only", default="*", help="a pattern of test ids")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "e2b-conformance.json")
     parser.add_argument("--update", action="store_true")

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -133,8 +135,14 @@ class ServerStream:
             raise ClientGone
 
     def _drop(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        transport = self._request.transport
+        if transport is None:
+            return
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            # With a reset: clients take a connection that just ends for a malformed answer.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
 
 
 async def _next(events: AsyncGenerator[Any, None]) -> Any:
