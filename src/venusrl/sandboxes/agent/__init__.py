@@ -1,7 +1,15 @@
 """The program inside every persistent sandbox: its protocol, its client, its source in C.
 
-Owns: ``agent.c`` and its parts (one static program), ``build.py`` (compiles it once), ``wire.py`` (the frames),
-``client.py`` (``AgentClient``, the host's end).
+Owns: ``agent.h`` and the C files (one static program of about 100 KiB, 200 KiB private when it runs), ``build.py``
+(compiles it once), ``wire.py`` (the frames), ``link.py`` (streams over a connection that may break), ``follow.py``
+(processes and who follows them), ``client.py`` (``AgentClient``, the host's end).
+
+Must not know: E2B, HTTP, how a sandbox is isolated.
+
+Guarantees: those of ``api.py``. A stream of either side is kept until the other has taken it, so that a connection may
+be cut anywhere; a host's service that was started anew gets, with its first ``attach``, what the former one had not
+taken of a process's output (kept for a minute, then dropped so that the process goes on); the last 256 exits are
+remembered for ten minutes.
 
 How a runtime starts it. The program comes from ``await build.program()`` (a path on the host; bind or copy it in):
 

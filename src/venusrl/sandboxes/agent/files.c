@@ -9,6 +9,7 @@
 #include <limits.h>
 #include <signal.h>
 #include <stdio.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -454,6 +455,7 @@ static void work(enum op op, struct reader *r)
     int error = user_become(&user);
     if (error)
         emit_error(error, "the user's ids");
+    prctl(PR_SET_DUMPABLE, 0); /* becoming somebody may have undone it */
     char *path = resolve(asked, &user);
     switch (op) {
     case OP_STAT: emit_entry_or_error(path); break;
