@@ -10,8 +10,8 @@ Must not know: how memory is measured, what a sandbox is.
 Guarantees: deterministic. k comes from the target overload probability (``calibration.py``), corrected by how often
 forecasts held. The first lookahead is the reaction time: growth that nobody can answer yet (the burst) is in the sum.
 A host under pressure admits nothing (``guard.py``). A mandatory request is not denied while pausing idle, optional
-sandboxes would make room. Asking about unchanged hosts costs constant time a host; a host whose view grew at its end
-costs one addition a newcomer.
+sandboxes would make room. A host whose sandboxes are the same objects as before costs comparing them; one whose view
+grew at its end costs one addition a newcomer.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class FootprintAdmission:
             old, new = known.sandboxes, host.sandboxes
             if old is new:
                 return known.load
-            if len(new) > len(old) and all(map(is_, old, new)):
+            if len(new) >= len(old) and all(map(is_, old, new)):
                 for view in new[len(old) :]:
                     known.load.add(view)
                 known.sandboxes = new
