@@ -139,7 +139,7 @@ class GvisorInstance:
         if self._state == "files" or (self._state == "frozen" and memory):
             return
         if memory and await self._busy():
-            await asyncio.to_thread(self._runsc.call, "pause", self._spec.id)
+            await asyncio.to_thread(self._runsc.call, "pause", self._place.container)
             self._state = "frozen"
             return
         part = self._place.files.with_suffix(".part")
@@ -153,7 +153,7 @@ class GvisorInstance:
     async def resume(self) -> None:
         self._require_alive()
         if self._state == "frozen":
-            await asyncio.to_thread(self._runsc.call, "resume", self._spec.id)
+            await asyncio.to_thread(self._runsc.call, "resume", self._place.container)
             self._state = "running"
         elif self._state == "files":
             try:
@@ -232,30 +232,36 @@ class GvisorInstance:
         return self._agent
 
     async def _answering(self) -> None:
-        """The agent makes its socket a moment after runsc says that it runs."""
+        """The agent listens a moment after runsc says that it runs."""
         deadline = asyncio.get_running_loop().time() + _SETTLE_S
-        while not self._place.socket.exists():
-            if self._died.done() or asyncio.get_running_loop().time() > deadline:
-                raise SandboxGone(f"sandbox {self._spec.id} never answered: {self._last_words()}")
-            await asyncio.sleep(0.002)
+        while True:
+            try:
+                _, writer = await self._connect()
+            except SandboxGone:
+                if self._died.done() or asyncio.get_running_loop().time() > deadline:
+                    raise SandboxGone(f"sandbox {self._spec.id} never answered: {self._last_words()}") from None
+                await asyncio.sleep(0.002)
+            else:
+                writer.close()
+                return
 
     async def _busy(self) -> bool:
         """Whether anything but the agent runs."""
         if self._state == "frozen":
             return True
-        pids = await asyncio.to_thread(self._runsc.call, "ps", "--format", "json", self._spec.id)
+        pids = await asyncio.to_thread(self._runsc.call, "ps", "--format", "json", self._place.container)
         return len(msgspec.json.decode(pids)) > 1
 
     async def _packed(self, target: Path) -> None:
         """Its files at one instant."""
         running = self._state == "running"
         if running:
-            await asyncio.to_thread(self._runsc.call, "pause", self._spec.id)
+            await asyncio.to_thread(self._runsc.call, "pause", self._place.container)
         try:
             await asyncio.to_thread(archive.pack, self._place.disk, target, 0)
         finally:
             if running:
-                await asyncio.shield(asyncio.to_thread(self._runsc.call, "resume", self._spec.id))
+                await asyncio.shield(asyncio.to_thread(self._runsc.call, "resume", self._place.container))
 
     def _on_end(self) -> None:
         if self._pidfd is not None:

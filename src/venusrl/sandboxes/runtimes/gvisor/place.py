@@ -52,10 +52,10 @@ class Runsc:
         """Raises SandboxError with its last words."""
         return run(self.command(*words), timeout_s)
 
-    def forget(self, sandbox: str) -> None:
+    def forget(self, container: str) -> None:
         """Remove what runsc wrote down of a sandbox whose processes are gone. Its own ``delete`` takes two seconds to
         see that they are, and there is nothing else to undo: groups and mounts are ours."""
-        for left in self._root.glob(f"{sandbox}_sandbox:{sandbox}.*"):
+        for left in self._root.glob(f"{container}_sandbox:{container}.*"):
             left.unlink(missing_ok=True)
 
 
@@ -67,6 +67,8 @@ class Place:
         self._runsc = runsc
         self._node = node
         self._sandbox = sandbox
+        # runsc's control sockets are abstract: their names are the whole machine's, whatever its --root says.
+        self.container = f"v{os.stat(state).st_ino:x}-{sandbox}"
         self._layers = self.folder / "layers"
 
     @property
@@ -100,7 +102,7 @@ class Place:
         settings = bundle.config(spec, root, agent, socket, own_tmp=_provide_tmp(root / "tmp"))
         (self.folder / "config.json").write_text(json.dumps(settings))
         pid = self.folder / "pid"
-        words = ("run", "--bundle", str(self.folder), "--detach", "--pid-file", str(pid), self._sandbox)
+        words = ("run", "--bundle", str(self.folder), "--detach", "--pid-file", str(pid), self.container)
         run(self._entering(spec.limits, self._runsc.command(*words, log=self.folder / "log")), _RUNSC_S)
         return int(pid.read_text())
 
@@ -109,10 +111,10 @@ class Place:
         group = self.group()
         if group is None:
             with suppress(SandboxError):  # it may never have been known to runsc, or be gone
-                self._runsc.call("delete", "--force", self._sandbox)
+                self._runsc.call("delete", "--force", self.container)
         else:
             group.end()
-            self._runsc.forget(self._sandbox)
+            self._runsc.forget(self.container)
         for name in ("root", "disk"):
             _unmount(self.folder / name)
         self.socket.unlink(missing_ok=True)

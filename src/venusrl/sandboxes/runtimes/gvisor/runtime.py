@@ -106,8 +106,16 @@ class GvisorRuntime:
         if self._node is not None:
             found |= groups.sandboxes_in(self._node)
         left = sorted(found - known - set(self._instances))
+        stuck: list[str] = []
         for name in left:
-            await asyncio.to_thread(self._place(name).remove)
+            try:
+                await asyncio.to_thread(self._place(name).remove)
+            except SandboxError as error:  # the others go all the same
+                stuck.append(f"{name}: {error}")
+        if stuck:
+            raise SandboxError(
+                f"{len(stuck)} of {len(left)} left-over sandboxes could not be removed: {'; '.join(stuck)}"
+            )
         return left
 
     async def close(self) -> None:
