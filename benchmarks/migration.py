@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from venusrl.sandboxes.agent.api import Exit, Output, ProcessSpec
+from venusrl.sandboxes.agent.build import default_cache
 from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.base import Instance, Spec
 from venusrl.sandboxes.runtimes.microvm import migration, setup
@@ -112,7 +114,10 @@ def guest_root(directory: Path) -> Path:
     source = directory.parent / "load.c"
     source.write_text(LOAD.replace("#include <fcntl.h>", "#include <fcntl.h>\n#include <signal.h>"))
     compiler = (sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-musl", "-Os", "-s", "-static")
-    subprocess.run([*compiler, "-std=gnu11", "-w", "-o", directory / "bin" / "load", source], check=True)
+    zig = str(default_cache() / "agent" / "zig")  # where the agent's compilation left musl
+    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": zig, "ZIG_LOCAL_CACHE_DIR": zig}
+    flags = ("-std=gnu11", "-fno-sanitize=undefined", "-w")
+    subprocess.run([*compiler, *flags, "-o", directory / "bin" / "load", source], check=True, env=environment)
     return directory
 
 

@@ -214,6 +214,8 @@ async def _memory_to(
             stderr=asyncio.subprocess.PIPE,
             env={},
         )
+        os.close(read)  # the filter's alone: when it ends, QEMU's migration fails instead of waiting
+        read = -1
         await vm.qmp.give("out", write)
         os.close(write)
         write = -1
@@ -235,9 +237,9 @@ async def _memory_to(
         sent, shared = said.split()
         return Moved(int(sent), int(shared))
     finally:
-        os.close(read)
-        if write >= 0:
-            os.close(write)
+        for fd in (read, write):
+            if fd >= 0:
+                os.close(fd)
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()

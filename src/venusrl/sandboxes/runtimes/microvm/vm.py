@@ -230,7 +230,7 @@ class Vm:
 
     async def kill(self) -> None:
         """End it at once and remove everything of it."""
-        if self.alive:
+        if self.alive and self._directory >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._watched, signal.SIGKILL)
             await asyncio.wait_for(self._over.wait(), _END_S)
