@@ -7,6 +7,9 @@ Must not know: HTTP, the command line.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 import msgspec
 
 from venusrl.clock import Clock, SystemClock
@@ -24,6 +27,11 @@ from venusrl.sandboxes.manager.repeats import Repeats
 from venusrl.sandboxes.manager.store import Store
 from venusrl.sandboxes.manager.tokens import Secret
 from venusrl.sandboxes.manager.upkeep import Upkeep
+from venusrl.sandboxes.protocol import SandboxError
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 20.0
+_ENDING_AT_ONCE = 16
 
 
 class Service:
@@ -64,19 +72,30 @@ class Service:
         await self.upkeep.start()
 
     async def close(self) -> None:
-        await self.manager.background.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.manager.background.close()
+        except TimeoutError:  # what was being changed is taken up as its host says, at the next start
+            _log.warning("operations that did not end within %g s were left behind", _CLOSE_S)
         for node in list(self.fleet.nodes.values()):
             await node.host.close()
         self.store.close()
 
     async def kill_all(self) -> int:
-        """End every sandbox; how many that were."""
-        ended = 0
-        for record in list(self.manager.book.records.values()):
-            async with self.manager.book.turn(record.id) as current:
-                await self.manager.kill_now(current, "the service ended, told to end its sandboxes")
-                ended += 1
-        return ended
+        """End every sandbox; how many that were. One that cannot be ended is logged."""
+        room = asyncio.Semaphore(_ENDING_AT_ONCE)
+
+        async def end(sandbox: str) -> bool:
+            async with room:
+                try:
+                    async with self.manager.book.turn(sandbox) as record:
+                        await self.manager.kill_now(record, "the service ended, told to end its sandboxes")
+                except SandboxError as error:
+                    _log.warning("%s could not be ended: %s", sandbox, error)
+                    return False
+                return True
+
+        return sum(await asyncio.gather(*(end(sandbox) for sandbox in list(self.manager.book.records))))
 
     def answer(self, record: Record) -> bytes:
         """What whoever created or connected to a sandbox is told."""
