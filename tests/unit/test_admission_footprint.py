@@ -142,7 +142,7 @@ def test_asking_again_about_unchanged_hosts_sums_nothing(monkeypatch: pytest.Mon
     policy.place(hosts, Request("t", "new", DECLARED))
     added: list[SandboxView] = []
     monkeypatch.setattr(Load, "add", lambda self, view: added.append(view))
-    again = tuple(msgspec.structs.replace(one, sandboxes=tuple(list(one.sandboxes))) for one in hosts)
+    again = tuple(msgspec.structs.replace(one, sandboxes=(*one.sandboxes[:1], *one.sandboxes[1:])) for one in hosts)
     policy.place(again, Request("t", "new", DECLARED))
     assert added == [], "a new view of the same objects is no news"
     first = msgspec.structs.replace(hosts[0], sandboxes=(*hosts[0].sandboxes, sandbox(99, 0)))
