@@ -118,7 +118,7 @@ class Forge:
         agent = os.open(order.agent, os.O_RDONLY | os.O_CLOEXEC)
         sockets = os.open(f"{order.state}/{SOCKETS}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stage.enter_private_namespace(privileged)
-        skeleton.enter(f"{order.state}/{STAGE}")
+        skeleton.enter(f"{order.state}/{STAGE}", orders.SANDBOX_USER if privileged else 0)
         self._tools = making.Tools(
             groups=found,
             sockets=sockets,

@@ -90,6 +90,7 @@ def make(order: Make, tools: Tools, userns: int | None, report: int) -> NoReturn
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
         _build(order, tools, userns)
         _enter_root(order)
+        _limit(order, grouped=tools.groups is not None)
         _become(order, userns)
         _run_agent(tools, listener, privileged=order.base is not None)
     except OSError as error:
@@ -275,13 +276,20 @@ def _remount_read_only(target: str) -> None:
 # -- as the sandbox's uid
 
 
-def _become(order: Make, userns: int | None) -> None:
-    """Enter the user namespace as its root, never carrying host uid 0 in. No other namespace belongs to it: whoever got
-    every right there could still not mount, or touch the network."""
+def _limit(order: Make, *, grouped: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # 1, not 0: a core_pattern that pipes ignores 0
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limit), limit))
+    if not grouped:  # each process for itself, for want of a limit for all
+        memory = order.limits.memory_mib << 20
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_NPROC, (4 * order.limits.pids, 4 * order.limits.pids))
+
+
+def _become(order: Make, userns: int | None) -> None:
+    """Enter the user namespace as its root, never carrying host uid 0 in. No other namespace belongs to it: whoever got
+    every right there could still not mount, or touch the network."""
     if userns is not None:
         assert order.base is not None
         os.setgroups([])

@@ -312,7 +312,7 @@ class NamespaceRuntime:
         if not pageout.has_swap():
             lacks["page_out"] = "without swap a frozen sandbox keeps its memory: add a zram device or a swap file"
         if self._pool is None:
-            lacks["users"] = "not root: a sandbox has one user; start as root for user and root"
+            lacks["users"] = "not root: a sandbox has one user, called root and user alike: start as root for two"
         if self._groups is None:
             lacks["limits"] = "no control groups: sandboxes can be neither limited as wholes nor paused; start as root"
         return Abilities(memory_snapshot=False, live_migration=False, egress=self.egress.lacks is None, lacks=lacks)

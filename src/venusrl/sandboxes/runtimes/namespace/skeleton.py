@@ -17,7 +17,6 @@ from pathlib import Path
 
 from venusrl.sandboxes.protocol import RuntimeUnavailable
 from venusrl.sandboxes.runtimes.namespace import kernel
-from venusrl.sandboxes.runtimes.namespace.orders import SANDBOX_USER
 from venusrl.sandboxes.templates import roots as templates
 
 MAX_LAYERS = 120
@@ -34,8 +33,9 @@ nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
 _GROUP = "root:x:0:\ntty:x:5:\nshadow:x:42:\nuser:x:{user}:\nnogroup:x:65534:\n"
 
 
-def enter(stage: str) -> None:
-    """Mount the stage (in the caller's private namespace) and make it the working directory."""
+def enter(stage: str, user: int) -> None:
+    """Mount the stage (in the caller's private namespace) and make it the working directory. ``user`` is the number of
+    the user inside that is called so: 0 where there is one user only."""
     try:
         kernel.mount("stage", stage, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"mode=0755,size={_STAGE_MIB}m")
     except OSError as error:
@@ -43,19 +43,19 @@ def enter(stage: str) -> None:
     os.chdir(stage)
     for name in (HOST, ETC, ROOT, DISK, *(f"{LOWER}/{n}" for n in range(MAX_LAYERS))):
         Path(name).mkdir(parents=True)
-    _fill_etc(Path(ETC))
+    _fill_etc(Path(ETC), user)
     _fill_host(Path(HOST))
 
 
-def _fill_etc(etc: Path) -> None:
+def _fill_etc(etc: Path, user: int) -> None:
     for entry in templates.host_etc():
         if entry.is_dir():
             shutil.copytree(entry, etc / entry.name, symlinks=True)
         else:
             shutil.copy(entry, etc / entry.name)
     shell = "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
-    (etc / "passwd").write_text(_PASSWD.format(user=SANDBOX_USER, shell=shell))
-    (etc / "group").write_text(_GROUP.format(user=SANDBOX_USER))
+    (etc / "passwd").write_text(_PASSWD.format(user=user, shell=shell))
+    (etc / "group").write_text(_GROUP.format(user=user))
     (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
     if Path("/etc/ssl/certs").is_dir():
         shutil.copytree("/etc/ssl/certs", etc / "ssl/certs", symlinks=True, ignore_dangling_symlinks=True)
