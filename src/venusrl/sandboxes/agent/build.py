@@ -20,6 +20,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from venusrl.sandboxes.protocol import RuntimeUnavailable
@@ -110,7 +111,12 @@ async def _finish(process: asyncio.subprocess.Process) -> str:
 
 
 def _workspace(folder: Path) -> Path:
+    """A new directory; those of compilations that were killed long ago go."""
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("compiling-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - 2 * _TIMEOUT_S:
+                shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix="compiling-", dir=folder))
 
 
