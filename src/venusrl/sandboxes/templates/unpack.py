@@ -367,7 +367,13 @@ class _Unpacker:
 
 
 def _ns(member: tarfile.TarInfo) -> int:
-    return max(0, min(int(member.mtime * 1_000_000_000), 2**62))
+    """The modification time, exactly: as text it has nanoseconds, which the float made of it loses."""
+    whole, _, fraction = member.pax_headers.get("mtime", "").partition(".")
+    if whole.isascii() and whole.isdigit() and (not fraction or (fraction.isascii() and fraction.isdigit())):
+        found = int(whole[:12]) * 10**9 + int(fraction[:9].ljust(9, "0") or "0")
+    else:
+        found = int(member.mtime * 10**9)
+    return max(0, min(found, 2**62))
 
 
 class _Descriptor:
