@@ -3,7 +3,8 @@
 Runs two microVM runtimes with separate state directories on this machine, joined by TCP. The guest holds a buffer that
 a small program in it dirties at a set rate, and notes the longest gap of a 10 ms heartbeat. Afterwards the guest checks
 every page of the buffer against what must be in it. The same machine is then moved by the recovery path (paused to
-storage, restored on the other node) for comparison. Prints one JSON object.
+storage, restored on the other node) for comparison. ``outage_s`` is from the machine's stop until its agent has
+answered on the other node; the guest's own clock stands still while the machine does. Prints one JSON object.
 
     python benchmarks/migration.py --kernel-package FILE.deb --state DIR
 """
@@ -172,12 +173,14 @@ async def live(a: MicroVmRuntime, b: MicroVmRuntime, instance: MicroVm, options:
     receiving = asyncio.create_task(migration.receive(b, instance.spec, accept))
     moved = await migration.send(a, instance, dial)
     arrived = await receiving
+    outage = asyncio.get_running_loop().time() - moved.stopped_at
     total = time.monotonic() - began
     server.close()
     after = (await arrived.footprint()).private
     found = await report(arrived)
     await arrived.kill()
-    found |= {"total_s": round(total, 3), "private_before_mib": before >> 20, "private_after_mib": after >> 20}
+    found |= {"total_s": round(total, 3), "outage_s": round(outage, 3)}
+    found |= {"private_before_mib": before >> 20, "private_after_mib": after >> 20}
     return found | {"private_ratio": round(after / before, 3), "pages_sent": moved.sent, "pages_shared": moved.shared}
 
 

@@ -42,16 +42,19 @@ _STEP_S = 60.0
 _MOVE_S = 120.0
 _PIECE = 1 << 20
 _LARGEST = 1 << 44
-_DOWNTIME_MS = 30
-_PATIENCE_S = 3.0
-"""A guest that dirties faster than the stream gets twice the pause each time this has passed."""
+_DOWNTIME_MS = 40
+_LONGEST_DOWNTIME_MS = 2000
+_PATIENCE_S = 0.7
+"""A guest that dirties faster than the stream gets half as much pause again each time this has passed."""
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What a move took: pages sent, and pages that the receiver's template has already."""
+    """What a move took: pages sent, pages that the receiver's template has already, and when (the event loop's time)
+    the machine stopped here."""
 
     sent: int
     shared: int
+    stopped_at: float
 
 
 class _Control:
@@ -223,6 +226,7 @@ async def _memory_to(
         await vm.qmp.ask("migrate-set-parameters", {"max-bandwidth": 1 << 40, "downtime-limit": _DOWNTIME_MS})
         await vm.qmp.ask("migrate", {"uri": "fd:out"})
         await _until_switchover(vm)
+        stopped_at = asyncio.get_running_loop().time()
         await instance.hang_up()
         await finish_disk()
         await control.say(disk=True)
@@ -235,7 +239,7 @@ async def _memory_to(
         if memory[1].can_write_eof():
             memory[1].write_eof()
         sent, shared = said.split()
-        return Moved(int(sent), int(shared))
+        return Moved(int(sent), int(shared), stopped_at)
     finally:
         for fd in (read, write):
             if fd >= 0:
@@ -255,7 +259,7 @@ async def _until_switchover(vm: Vm) -> None:
         if loop.time() - began > _MOVE_S:
             raise SandboxError(f"the machine's memory did not move within {_MOVE_S:.0f} s")
         if loop.time() - widened > _PATIENCE_S:
-            widened, downtime = loop.time(), min(2 * downtime, 2000)
+            widened, downtime = loop.time(), min(downtime * 3 // 2, _LONGEST_DOWNTIME_MS)
             await vm.qmp.ask("migrate-set-parameters", {"downtime-limit": downtime})
         await asyncio.sleep(0.001)
 
