@@ -172,4 +172,20 @@ void group_name(gid_t gid, char *to, size_t n);
 extern char *default_user;
 extern char **default_env; /* ends with NULL */
 
+/* -- program.c, tree.c: what processes are made of, and how they go */
+
+struct plan {
+    struct user user;
+    char *cwd;
+    char **args, **env;
+    int in, out, err; /* the child's ends */
+    bool pty;
+    int trouble;
+};
+char **take_strings(struct reader *r);
+void strings_free(char **s);
+char **environment(const struct user *u, char **more);
+_Noreturn void become_program(struct plan *plan); /* in the child; says what is wrong on plan->trouble */
+void kill_tree(pid_t root);
+
 #endif

@@ -1,20 +1,17 @@
 /* Processes: how they begin, what they say, how they end, and who is remembered. See agent.h. */
 #include "agent.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 enum { ALIVE_LIMIT = 1024, REMEMBERED = 256, REMEMBERED_MS = 600000, QUIET_MS = 100, LINGER_MS = 1000 };
 enum { STDIN_PIPE = 1, PTY = 2 };
-static const char default_path[] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 struct process {
     struct process *next;
@@ -28,176 +25,6 @@ struct process {
     size_t remaining[2]; /* of each source, when it ended */
 };
 static struct process *processes;
-
-struct plan {
-    struct user user;
-    char *cwd;
-    char **args, **env;
-    int in, out, err; /* the child's ends */
-    bool pty;
-    int trouble;
-};
-
-static void strings_free(char **s)
-{
-    for (size_t i = 0; s && s[i]; i++)
-        free(s[i]);
-    free(s);
-}
-
-static char **take_strings(struct reader *r)
-{
-    uint32_t n = take_u32(r);
-    if (n > r->n / 4) {
-        r->bad = true;
-        n = 0;
-    }
-    char **s = must(calloc(n + 1, sizeof *s));
-    for (uint32_t i = 0; i < n; i++)
-        s[i] = take_str(r);
-    return s;
-}
-
-static char *joined(const char *name, const char *value)
-{
-    char *s = must(malloc(strlen(name) + strlen(value) + 2));
-    return strcat(strcat(strcpy(s, name), "="), value);
-}
-
-/* Later ones win over earlier ones of the same name. */
-static char **environment(const struct user *u, char **more)
-{
-    char *base[] = {joined("PATH", default_path), joined("HOME", u->home), joined("USER", u->name),
-                    joined("LOGNAME", u->name), NULL};
-    char **layers[] = {base, default_env, more};
-    size_t count = 0, n = 0;
-    for (int l = 0; l < 3; l++)
-        for (size_t i = 0; layers[l] && layers[l][i]; i++)
-            count++;
-    char **env = must(calloc(count + 1, sizeof *env));
-    for (int l = 0; l < 3; l++)
-        for (size_t i = 0; layers[l] && layers[l][i]; i++) {
-            size_t name = strcspn(layers[l][i], "="), at = 0;
-            while (at < n && (strncmp(env[at], layers[l][i], name) != 0 || env[at][name] != '='))
-                at++;
-            free(env[at]);
-            env[at] = must(strdup(layers[l][i]));
-            n += at == n;
-        }
-    for (int i = 0; base[i]; i++)
-        free(base[i]);
-    return env;
-}
-
-/* -- in the child */
-
-static _Noreturn void trouble(int fd, enum code code, const char *what, const char *name, int error)
-{
-    unsigned char message[400];
-    message[0] = (unsigned char)code;
-    int n = snprintf((char *)message + 1, sizeof message - 1, "%s %.200s%s%s", what, name, error ? ": " : "",
-                     error ? strerror(error) : "");
-    if (write(fd, message, (size_t)(n < 398 ? n : 398) + 1)) {}
-    _exit(127);
-}
-
-static enum code code_of_exec(int error)
-{
-    switch (error) {
-    case ENOENT:
-    case ENOTDIR: return C_NOT_FOUND;
-    case EACCES:
-    case EPERM: return C_PERMISSION;
-    case EAGAIN:
-    case ENOMEM: return C_EXHAUSTED;
-    default: return C_INVALID;
-    }
-}
-
-static void try_exec(const char *path, char **args, char **env)
-{
-    execve(path, args, env);
-    if (errno != ENOEXEC)
-        return;
-    size_t n = 0;
-    while (args[n])
-        n++;
-    char **again = must(calloc(n + 2, sizeof *again));
-    again[0] = (char *)"/bin/sh";
-    again[1] = (char *)path;
-    for (size_t i = 1; i < n; i++)
-        again[i + 1] = args[i];
-    execve("/bin/sh", again, env);
-}
-
-static void exec_program(struct plan *plan)
-{
-    const char *name = plan->args[0], *path = default_path;
-    if (strchr(name, '/')) {
-        try_exec(name, plan->args, plan->env);
-        return;
-    }
-    for (size_t i = 0; plan->env[i]; i++)
-        if (strncmp(plan->env[i], "PATH=", 5) == 0)
-            path = plan->env[i] + 5;
-    int found = ENOENT;
-    while (*name) {
-        size_t n = strcspn(path, ":");
-        char full[4096];
-        if (snprintf(full, sizeof full, "%.*s%s%s", (int)n, path, n ? "/" : "./", name) < (int)sizeof full)
-            try_exec(full, plan->args, plan->env);
-        if (errno != ENOENT && errno != ENOTDIR)
-            found = errno;
-        if (!path[n])
-            break;
-        path += n + 1;
-    }
-    errno = found;
-}
-
-static void go_to(struct plan *plan)
-{
-    const char *cwd = plan->cwd;
-    bool home = chdir(plan->user.home) == 0;
-    if (*cwd == 0) {
-        if (!home && chdir("/") < 0)
-            trouble(plan->trouble, C_INVALID, "cwd", "/", errno);
-        return;
-    }
-    if (cwd[0] == '~' && (cwd[1] == 0 || cwd[1] == '/')) {
-        cwd += cwd[1] ? 2 : 1;
-        while (*cwd == '/')
-            cwd++;
-    }
-    if ((*cwd != '/' && !home) || (*cwd && chdir(cwd) < 0))
-        trouble(plan->trouble, C_INVALID, "cwd", plan->cwd, errno);
-}
-
-static _Noreturn void become_program(struct plan *plan)
-{
-    sigset_t none;
-    setsid();
-    if (plan->pty)
-        ioctl(plan->in, TIOCSCTTY, 0);
-    dup2(plan->in, 0);
-    dup2(plan->out, 1);
-    dup2(plan->err, 2);
-    for (int n = 1; n < 65; n++)
-        signal(n, SIG_DFL);
-    sigemptyset(&none);
-    sigprocmask(SIG_SETMASK, &none, NULL);
-    int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC); /* rather a command than its sandbox */
-    if (score >= 0) {
-        if (write(score, "500", 3)) {}
-        close(score);
-    }
-    int error = user_become(&plan->user);
-    if (error)
-        trouble(plan->trouble, C_PERMISSION, "user", plan->user.name, error);
-    go_to(plan);
-    exec_program(plan);
-    trouble(plan->trouble, code_of_exec(errno), "program", plan->args[0], errno);
-}
 
 /* -- beginning */
 
@@ -566,89 +393,6 @@ void process_list(struct stream *s)
         buf_free(&b);
     }
     stream_end(s);
-}
-
-struct relation {
-    pid_t pid, parent, session;
-};
-
-static struct relation *relations(size_t *count)
-{
-    struct relation *list = NULL;
-    size_t n = 0, cap = 0;
-    DIR *proc = opendir("/proc");
-    for (struct dirent *d; proc && (d = readdir(proc));) {
-        char path[300], text[512];
-        struct relation one = {.pid = atoi(d->d_name)};
-        if (one.pid <= 1)
-            continue;
-        snprintf(path, sizeof path, "/proc/%d/stat", (int)one.pid);
-        int fd = open(path, O_RDONLY | O_CLOEXEC);
-        ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-        if (fd >= 0)
-            close(fd);
-        text[got > 0 ? got : 0] = 0;
-        char *end = strrchr(text, ')'), state; /* the name before it may hold anything */
-        int group;
-        if (!end || sscanf(end + 1, " %c %d %d %d", &state, &one.parent, &group, &one.session) != 4 || state == 'Z')
-            continue;
-        if (n == cap) {
-            cap = cap ? 2 * cap : 64;
-            list = must(realloc(list, cap * sizeof *list));
-        }
-        list[n++] = one;
-    }
-    if (proc)
-        closedir(proc);
-    *count = n;
-    return list;
-}
-
-static bool among(const bool *set, size_t top, pid_t pid) { return pid > 0 && (size_t)pid <= top && set[pid]; }
-
-/* Which of them belong to it: its session, its descendants, theirs. */
-static void mark_kin(bool *ours, size_t top, const struct relation *list, size_t n)
-{
-    for (bool more = true; more;) {
-        more = false;
-        for (size_t i = 0; i < n; i++) {
-            bool kin = among(ours, top, list[i].parent) || among(ours, top, list[i].session);
-            if (kin && !ours[list[i].pid])
-                ours[list[i].pid] = more = true;
-        }
-    }
-}
-
-/* Again until there is nobody new: they may fork while we look. */
-static void kill_tree(pid_t root)
-{
-    pid_t *dead = NULL;
-    size_t dead_count = 0;
-    for (int round = 0; round < 8; round++) {
-        size_t n, fresh = 0, top = (size_t)root;
-        struct relation *list = relations(&n);
-        for (size_t i = 0; i < n; i++)
-            top = (size_t)list[i].pid > top ? (size_t)list[i].pid : top;
-        bool *ours = must(calloc(top + 1, 1)), *told = must(calloc(top + 1, 1));
-        ours[root] = true;
-        for (size_t i = 0; i < dead_count; i++)
-            if ((size_t)dead[i] <= top)
-                told[dead[i]] = true;
-        mark_kin(ours, top, list, n);
-        dead = must(realloc(dead, (dead_count + n + 1) * sizeof *dead));
-        for (size_t i = 0; i < n; i++)
-            if (ours[list[i].pid] && !told[list[i].pid] && list[i].pid != getpid()) {
-                kill(list[i].pid, SIGKILL);
-                dead[dead_count++] = list[i].pid;
-                fresh++;
-            }
-        free(told);
-        free(ours);
-        free(list);
-        if (!fresh)
-            break;
-    }
-    free(dead);
 }
 
 void process_abandon(struct process *p)

@@ -83,27 +83,6 @@ static bool rename_host(const char *name)
     return sethostname(name, strlen(name)) == 0;
 }
 
-static void free_env(void)
-{
-    for (size_t i = 0; default_env && default_env[i]; i++)
-        free(default_env[i]);
-    free(default_env);
-    default_env = NULL;
-}
-
-static void take_env(struct reader *r)
-{
-    uint32_t n = take_u32(r);
-    free_env();
-    if (n > r->n / 4) {
-        r->bad = true;
-        return;
-    }
-    default_env = must(calloc(n + 1, sizeof *default_env));
-    for (uint32_t i = 0; i < n; i++)
-        default_env[i] = take_str(r);
-}
-
 void system_settle(struct stream *s, struct reader *r)
 {
     static bool own_user;
@@ -111,7 +90,8 @@ void system_settle(struct stream *s, struct reader *r)
     char *hostname = take_str(r), *machine = take_str(r);
     const unsigned char *entropy = take_bytes(r, &entropy_len);
     uint64_t now_ns = take_u64(r);
-    take_env(r);
+    strings_free(default_env);
+    default_env = take_strings(r);
     char *user = take_str(r);
     if (r->bad) {
         stream_error(s, C_INVALID, "settings that cannot be read");
