@@ -224,13 +224,18 @@ def remove(
 
 
 @app.command("gc")
-def collect(state: _State = None, json_output: _Json = False) -> None:
+def collect(
+    cache_days: Annotated[float, typer.Option(help="Keep what build steps gave for so long; 0 = not at all.")] = 30.0,
+    state: _State = None,
+    json_output: _Json = False,
+) -> None:
     """Remove layers that no template, sandbox, snapshot or recent build needs."""
     from venusrl.sandboxes.manager.state import default_state
 
     async def work() -> Any:
         async with _open(state) as templates:
-            return await templates.collect(await asyncio.to_thread(_in_use, (state or default_state()).absolute()))
+            in_use = await asyncio.to_thread(_in_use, (state or default_state()).absolute())
+            return await templates.collect(in_use, cache_days * 86400.0 if cache_days else -1.0)
 
     done = asyncio.run(work())
     if json_output:

@@ -404,10 +404,14 @@ class Templates:
             lambda t: msgspec.structs.replace(t, tags={k: v for k, v in t.tags.items() if k not in gone}),
         )
 
-    async def collect(self, in_use: Iterable[str] = ()) -> Collected:
-        """Remove layers nobody needs. ``in_use``: images of sandboxes and snapshots, beside those that are held."""
+    async def collect(self, in_use: Iterable[str] = (), cache_age_s: float | None = None) -> Collected:
+        """Remove layers nobody needs. ``in_use``: images of sandboxes and snapshots, beside those that are held.
+
+        ``cache_age_s``: how long what steps gave is kept unasked for; None = as the rules say.
+        """
         keep = {build.image for build in self.records.builds() if build.image} | set(in_use)
-        return await asyncio.to_thread(self.store.collect, keep, self._rules.cache_age_s)
+        age = self._rules.cache_age_s if cache_age_s is None else cache_age_s
+        return await asyncio.to_thread(self.store.collect, keep, age)
 
     # -- within
 
