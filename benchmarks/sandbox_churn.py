@@ -4,7 +4,7 @@
 
 Counts processes, mounts, control groups (as /proc/cgroups has them: zombies too), network devices, descriptors, files
 in the state directory and memory before and after, prints the differences and fails when one that must be none is not.
-Needs root.
+Needs root, and the machine to itself: what others make meanwhile counts too.
 """
 
 from __future__ import annotations
