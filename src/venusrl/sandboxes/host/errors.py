@@ -28,6 +28,12 @@ class HostLost(SandboxError):
     reason = "host_lost"
 
 
+class MoveUnsupported(SandboxError):
+    """The two hosts have no way to hand a sandbox over. It is as before."""
+
+    reason = "move_unsupported"
+
+
 class AlreadyExists(SandboxError):
     """An id is in use."""
 

@@ -3,7 +3,7 @@
 Owns: ``LocalHost``, the ``Host`` of the machine the service runs on: whom it admits, what it starts, pauses, resumes,
 snapshots and ends, and what it tells of itself.
 
-Must not know: E2B's wire, keys, other machines (``moves.py``), how a runtime isolates.
+Must not know: E2B's wire, keys, other machines, how a runtime isolates.
 
 Guarantees: those of ``host/api.py``. A service that is killed at any instant finds on ``start`` every sandbox it had:
 running ones run on, paused ones are paused, half-made ones are gone. Under memory pressure it first admits no more,
@@ -24,11 +24,11 @@ from aiohttp import web
 from venusrl.clock import Clock, SystemClock
 from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Pause, Request, SandboxView
 from venusrl.sandboxes.agent.api import Agent, Stream, Usage
-from venusrl.sandboxes.host.api import ENVD_PORT, Died, Held, HostStatus, Order, SnapshotInfo
+from venusrl.sandboxes.host.api import ENVD_PORT, Died, Held, Host, HostStatus, Order, SnapshotInfo
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.cells import Cell, Cells, TimeLimits
 from venusrl.sandboxes.host.deaths import Deaths
-from venusrl.sandboxes.host.errors import within
+from venusrl.sandboxes.host.errors import MoveUnsupported, within
 from venusrl.sandboxes.host.footprints import Footprints, Learned
 from venusrl.sandboxes.host.machine import Machine
 from venusrl.sandboxes.host.records import Record, Records, check_id
@@ -245,6 +245,13 @@ class LocalHost:
         cell = self.cells.get(sandbox)
         cell.record.order = msgspec.structs.replace(cell.record.order, priority=priority, mandatory=mandatory)
         await self.cells.saved(cell)
+
+    async def move(self, sandbox: str, to: Host) -> None:
+        """Raises MoveUnsupported: a host in another process cannot be sent anything yet."""
+        self.cells.get(sandbox).alive()
+        raise MoveUnsupported(
+            f"sandbox {sandbox} stays on {self.name}: this host cannot send it to {to.name}; snapshot it, or end it"
+        )
 
     # -- requests into a sandbox
 
