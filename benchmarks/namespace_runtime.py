@@ -123,6 +123,8 @@ async def measure(count: int, at_once: int, alive: int) -> dict[str, object]:
             rate = 2 * count / (time.perf_counter() - begun)
             weighed = await weight(runtime, alive)
         finally:
+            for sandbox in list(runtime._instances.values()):
+                await sandbox.kill()
             await runtime.sweep(set())
             await runtime.close()
     return {

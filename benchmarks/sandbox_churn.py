@@ -147,6 +147,8 @@ async def run(lives: int, alive: int, at_once: int) -> dict[str, object]:
                 time.sleep(1.0)  # noqa: ASYNC251 - nothing else runs; the kernel frees groups in its own time
                 after = count(state)
         finally:
+            for sandbox in list(runtime._instances.values()):
+                await sandbox.kill()
             await runtime.sweep(set())
             await runtime.close()
     return {

@@ -35,6 +35,8 @@ async def running(state: Path) -> AsyncIterator[NamespaceRuntime]:
     try:
         yield runtime
     finally:
+        for sandbox in list(runtime._instances.values()):
+            await sandbox.kill()
         await runtime.sweep(set())
         await runtime.close()
 
