@@ -10,6 +10,7 @@ Guarantees: those of ``runtimes.base``. A waiting machine belongs to no sandbox 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import shutil
 from pathlib import Path
@@ -275,6 +276,10 @@ class MicroVmRuntime:
         for instance in list(self._instances.values()):
             await instance.let_go()
         self._instances.clear()
+        if self._site is not None and self._site.groups is not None:
+            for directory in self._site.groups.directories.values():
+                with contextlib.suppress(OSError):  # a sandbox that goes on is in it
+                    directory.rmdir()
 
 
 def _limits(image: Image) -> Limits:
