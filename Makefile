@@ -66,7 +66,7 @@ types: env
 	$(call tier,types,$(BIN)/mypy)
 
 unit: env
-	$(call tier,unit tests,$(PYTEST) tests/unit $(ARGS))
+	$(call tier,unit tests,$(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit $(ARGS))
 
 integration: env
 	$(call tier,integration tests,$(PYTEST) tests/integration $(ARGS))

@@ -160,7 +160,7 @@ class IdleAgent:
         await held.__aenter__()
         try:
             return _AwakeStream(await self._agent.connect(port), held)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await held.__aexit__(None, None, None)
             raise
 

@@ -100,7 +100,7 @@ class MicroVm:
         except TimeoutError:
             await self._hang_up()
             raise SandboxError(f"the sandbox's agent did not answer within {_SETTLE_S:.0f} s") from None
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await self._hang_up()
             raise
         self._kept = "running"
@@ -181,7 +181,7 @@ class MicroVm:
                 await state.save_memory(vm, self.made, self._maker.filter_program, self._store / state.MEMORY)
             await vm.quit()
             await asyncio.to_thread(vm.overlay.rename, self._store / state.OVERLAY)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await asyncio.to_thread(shutil.rmtree, self._store, True)
             if vm.alive:
                 self._agent = self._door(vm)
@@ -202,7 +202,7 @@ class MicroVm:
         self.vm = await self._maker.start_vm(self._spec, self.made, self._store, memory=memory)
         try:
             await self.run(fresh=not memory)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await self._end_vm()
             raise
         await asyncio.to_thread(shutil.rmtree, self._store, True)
@@ -216,7 +216,7 @@ class MicroVm:
                 await asyncio.to_thread(_copy_kept, self._store, directory, memory)
             else:
                 await self._write_running(directory, memory)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await asyncio.to_thread(shutil.rmtree, directory, True)
             raise
         (directory / state.TEMPLATE).write_text(self.made.digest)

@@ -171,7 +171,7 @@ async def _disk_to(vm: Vm, disk: Streams) -> AsyncIterator[Callable[[], Awaitabl
 
         try:
             yield finish
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             with contextlib.suppress(SandboxError):
                 await vm.qmp.ask("block-job-cancel", {"device": "mirror", "force": True})
                 await _event(vm, "BLOCK_JOB_CANCELLED", _STEP_S)
@@ -281,7 +281,7 @@ async def receive(runtime: MicroVmRuntime, spec: Spec, dial: Dial) -> MicroVm:
             await control.hear("go")
             await instance.run(fresh=False)
             await control.say(running=True)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, cancellation too: raised again below
             if instance is not None:
                 await instance.kill()
             if isinstance(error, SandboxError | OSError):

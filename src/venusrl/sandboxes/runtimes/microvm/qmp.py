@@ -56,7 +56,7 @@ class Qmp:
         qmp = cls(sock)
         try:
             await qmp.ask("qmp_capabilities", timeout_s=20.0)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await qmp.close()
             raise
         return qmp

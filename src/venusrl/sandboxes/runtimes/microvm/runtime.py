@@ -144,7 +144,7 @@ class MicroVmRuntime:
         try:
             if memory:
                 await machine.load(kept / state.MEMORY if kept else made.state)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             await machine.kill()
             raise
         if kept is None:
@@ -175,7 +175,7 @@ class MicroVmRuntime:
             try:
                 await asyncio.to_thread((machine.path / "owner").write_text, spec.id)
                 await instance.run(fresh=True)
-            except BaseException:
+            except BaseException:  # whatever it is, cancellation too: raised again below
                 await machine.kill()
                 raise
             self._instances[spec.id] = instance

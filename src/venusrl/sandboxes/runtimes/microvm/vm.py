@@ -148,7 +148,7 @@ class Vm:
             vm = await asyncio.wait_for(cls._open(site, record), _START_S)
             wanted = [{"capability": name, "state": True} for name in _CAPABILITIES]
             await vm.qmp.ask("migrate-set-capabilities", {"capabilities": wanted})
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, cancellation too: raised again below
             said = _said(path)
             await asyncio.to_thread(_erase, site, path)
             if isinstance(error, SandboxGone | QemuError | OSError | TimeoutError):
@@ -172,7 +172,7 @@ class Vm:
         try:
             qmp = await Qmp.connect(Path(f"/proc/self/fd/{directory}/qmp"))
             return cls(site, record, qmp, directory)
-        except BaseException:
+        except BaseException:  # whatever it is, cancellation too: raised again below
             os.close(directory)
             raise
 
