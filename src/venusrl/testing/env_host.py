@@ -19,7 +19,18 @@ from aiohttp import web
 from venusrl.clock import Clock, SystemClock
 from venusrl.sandboxes.admission.api import HostView, SandboxView
 from venusrl.sandboxes.agent.api import Stream, Usage
-from venusrl.sandboxes.host.api import ENVD_PORT, Died, Held, Host, HostStatus, Order, SnapshotInfo, State
+from venusrl.sandboxes.host.api import (
+    ENVD_PORT,
+    Address,
+    Died,
+    Held,
+    Host,
+    HostStatus,
+    Moving,
+    Order,
+    SnapshotInfo,
+    State,
+)
 from venusrl.sandboxes.protocol import Limits, SandboxDenied, SandboxError, SandboxGone, SandboxPaused, TemplateNotFound
 from venusrl.sandboxes.runtimes.base import Abilities, Footprint, Network
 
@@ -183,6 +194,11 @@ class FakeHost:
             raise SandboxError("a fake host moves sandboxes to fake hosts only")
         to.sandboxes[sandbox] = self.sandboxes.pop(sandbox)
         to._used_ids.add(one.order.id)
+
+    async def offer(self, move: Moving) -> Address:
+        """Where nobody listens: what a test looks at is that the call came."""
+        self._called("offer", move.sandbox)
+        return Address("127.0.0.1", 9, f"{move.id}-token")
 
     async def forward(self, request: web.Request, sandbox: str, port: int) -> web.StreamResponse:
         """``GET /health`` as E2B's services answer it; else the sandbox, port, method and path as JSON."""

@@ -94,6 +94,27 @@ class Died(msgspec.Struct, frozen=True):
     cause: str
 
 
+class Moving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A move that the origin asks the receiving host to make ready for. ``record`` is the origin's own record of the
+    sandbox, which only ``moves`` reads. ``private`` is the memory it will take, for admission."""
+
+    id: str
+    sandbox: str
+    origin: str
+    runtime: str
+    epoch: int
+    record: bytes = b""
+    private: int = 0
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the streams of one move go. ``token`` is known to the two hosts alone and good for that move."""
+
+    host: str
+    port: int
+    token: str
+
+
 class HostStatus(msgspec.Struct, frozen=True):
     """Enough for admission and for ``venusrl env top``."""
 
@@ -139,6 +160,11 @@ class Host(Protocol):
 
     async def move(self, sandbox: str, to: Host) -> None:
         """Send it to another host, live where both can; on return it runs (or is paused) there and not here."""
+        ...
+
+    async def offer(self, move: Moving) -> Address:
+        """Make ready to take a sandbox of another host: a one-time listener for the streams of that move. Raises
+        SandboxDenied, MoveUnsupported."""
         ...
 
     async def forward(self, request: web.Request, sandbox: str, port: int) -> web.StreamResponse:

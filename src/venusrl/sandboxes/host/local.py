@@ -24,7 +24,7 @@ from aiohttp import web
 from venusrl.clock import Clock, SystemClock
 from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Pause, Request, SandboxView
 from venusrl.sandboxes.agent.api import Agent, Stream, Usage
-from venusrl.sandboxes.host.api import ENVD_PORT, Died, Held, Host, HostStatus, Order, SnapshotInfo
+from venusrl.sandboxes.host.api import ENVD_PORT, Address, Died, Held, Host, HostStatus, Moving, Order, SnapshotInfo
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.cells import Cell, Cells, TimeLimits
 from venusrl.sandboxes.host.deaths import Deaths
@@ -251,6 +251,12 @@ class LocalHost:
         self.cells.get(sandbox).alive()
         raise MoveUnsupported(
             f"sandbox {sandbox} stays on {self.name}: this host cannot send it to {to.name}; snapshot it, or end it"
+        )
+
+    async def offer(self, move: Moving) -> Address:
+        """Raises MoveUnsupported: this host cannot receive yet."""
+        raise MoveUnsupported(
+            f"sandbox {move.sandbox} stays on {move.origin}: {self.name} cannot receive it; snapshot it, or end it"
         )
 
     # -- requests into a sandbox
