@@ -63,15 +63,22 @@ _decoder = msgspec.msgpack.Decoder(Entry | Piece | End)
 
 
 def pack(source: Path, target: Path, base: int) -> int:
-    """Write ``source``'s files to ``target``; return its size. Raises HostDiskFull, leaving nothing."""
+    """Write ``source``'s files to ``target``, which is there once it is whole and on disk; return its size.
+
+    Raises HostDiskFull, leaving nothing.
+    """
+    part = target.with_name(f"{target.name}.part")
     root = os.open(source / UPPER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with target.open("xb") as file, zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file) as out:
-            for value in _whole(root, base):
-                body = _encoder.encode(value)
-                out.write(len(body).to_bytes(4, "big") + body)
+        with part.open("wb") as file:
+            with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as out:
+                for value in _whole(root, base):
+                    body = _encoder.encode(value)
+                    out.write(len(body).to_bytes(4, "big") + body)
+            os.fsync(file.fileno())
+        part.rename(target)
     except OSError as error:
-        target.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HostDiskFull(f"no space left for a sandbox's files in {target.parent}: free some") from None
         raise SandboxError(f"a sandbox's files could not be kept in {target}: {error}") from None

@@ -12,12 +12,14 @@ environment but for what Python needs.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import selectors
 import signal
 import socket
 import sys
+import time
 from collections import OrderedDict
 from contextlib import suppress
 from functools import partial
@@ -30,6 +32,8 @@ from venusrl.sandboxes.runtimes.namespace.userns import IdSlot
 _READ = 1 << 16
 _KEPT_NAMESPACES = 256
 SOCKETS, STAGE = "sockets", "stage"
+_LOCK = "forge.lock"
+_PREDECESSOR_S = 30.0
 
 
 class Forge:
@@ -45,6 +49,7 @@ class Forge:
         self._tools: making.Tools | None = None
         self._namespaces: OrderedDict[int, int] = OrderedDict()
         self._open = True
+        self._lock = -1
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_child)
@@ -110,6 +115,7 @@ class Forge:
             self._reply(wire.failure(order.id, HostDiskFull(f"a sandbox could not be made: {error}")))
 
     def _prepare(self, order: Prepare) -> Ready:
+        self._wait_for_predecessors(f"{order.state}/{_LOCK}")
         machine = os.uname().machine
         if machine not in seccomp.ARCHES:
             raise RuntimeUnavailable(f"sandboxes need a system call filter, and there is none yet for {machine}")
@@ -131,6 +137,26 @@ class Forge:
         gc.collect()
         gc.freeze()  # forked children then copy less
         return Ready(order.id, os.getpid(), self._tools.idmapped)
+
+    def _wait_for_predecessors(self, path: str) -> None:
+        """Until no earlier forge of this directory, nor any of its children, still makes a sandbox: one that came to be
+        after its service was replaced would be nobody's. The lock is shared with our children until their agent runs."""
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + _PREDECESSOR_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(lock)
+                    raise RuntimeUnavailable(
+                        f"an earlier forge has made sandboxes for {_PREDECESSOR_S:.0f} s since its service ended: "
+                        f"see who holds {path} (fuser {path}) and end it"
+                    ) from None
+                time.sleep(0.005)
+                continue
+            self._lock = lock
+            return
 
     def _make(self, order: Make) -> None:
         if self._tools is None:

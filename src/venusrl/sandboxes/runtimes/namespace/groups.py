@@ -33,12 +33,28 @@ def sandboxes_in(node: NodeGroups) -> set[str]:
     """The sandboxes that have a group."""
     names: set[str] = set()
     for directory in node.directories.values():
-        names |= {
-            entry.name
-            for entry in directory.iterdir()
-            if entry.is_dir() and entry.name != "probe" and "." not in entry.name
-        }
+        with suppress(FileNotFoundError):
+            names |= {
+                entry.name
+                for entry in directory.iterdir()
+                if entry.is_dir() and entry.name != "probe" and "." not in entry.name
+            }
     return names
+
+
+def close_node(node: NodeGroups) -> None:
+    """Remove a service's groups, its templates' with them, unless a sandbox goes on in them."""
+    if sandboxes_in(node):
+        return
+    for directory in set(node.directories.values()):
+        with suppress(FileNotFoundError):
+            for entry in [entry for entry in directory.iterdir() if entry.is_dir()]:
+                with suppress(OSError):
+                    (entry / "memory.force_empty").write_text("0")
+                with suppress(OSError):  # one that is entered just now stays, and its parent with it
+                    entry.rmdir()
+        with suppress(OSError):
+            directory.rmdir()
 
 
 class Memory(msgspec.Struct, frozen=True):

@@ -127,6 +127,16 @@ class NamespaceInstance:
         self._over.clear()
         asyncio.get_running_loop().add_reader(pidfd, self._on_end)
 
+    async def take_up(self, init: Init) -> None:
+        """Hold on to one that an earlier process made, and end what that was in the middle of: a freeze, a thaw.
+
+        Raises SandboxGone when it has ended.
+        """
+        self.watch(init)
+        group = self._maker.group(self._spec.id)
+        if group is not None:
+            await asyncio.to_thread(group.freeze if self._state == "frozen" else group.thaw)
+
     def let_go(self) -> None:
         """Hold it no more; it goes on."""
         if self._pidfd is not None:

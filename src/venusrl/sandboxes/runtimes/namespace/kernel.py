@@ -219,9 +219,9 @@ def set_parent_death_signal(signal: int) -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal, 0, 0, 0), "prctl", "PDEATHSIG")
 
 
-def become_subreaper() -> None:
+def become_subreaper(*, on: bool = True) -> None:
     """Orphaned descendants become children of this process, so that it can wait for them."""
-    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl", "CHILD_SUBREAPER")
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0), "prctl", "CHILD_SUBREAPER")
 
 
 def close_on_exec_from(first: int) -> None:

@@ -129,26 +129,22 @@ class NamespaceRuntime:
 
     async def adopt(self, record: bytes) -> Instance | None:
         known = msgspec.json.decode(record, type=Record)
-        instance = NamespaceInstance(self, known.spec, known.state, known.boot_id)
-        sandbox = known.spec.id
-        if known.state == "files":
-            if not (self.kept(sandbox) / FILES).is_file():
-                return None
+        sandbox, kept = known.spec.id, self.kept(known.spec.id)
+        state, init = known.state, known.init
+        alive = init is not None and known.boot == self.boot and start_time(init.pid) == init.start_time
+        has_files = (kept / FILES).is_file()
+        if has_files and (state == "files" or (not alive and known.boot == self.boot)):
+            # The second: the record is older than the end of a pause that had come as far as ending the processes.
             await self._clear_processes(sandbox)
-            self._instances[sandbox] = instance
-            return instance
-        if known.init is None or known.boot != self.boot or start_time(known.init.pid) != known.init.start_time:
+            self._instances[sandbox] = NamespaceInstance(self, known.spec, "files", known.boot_id)
+            return self._instances[sandbox]
+        if state == "files":  # the record is older than the end of a resume, which had let go of the files
+            state, init = "running", self._find_init(sandbox)
+            alive = init is not None
+        if init is None or not alive:
             await self._clear_processes(sandbox)
             return None
-        if self._pool is not None and known.init.base is not None:
-            self._pool.claim(known.init.base)
-        try:
-            instance.watch(known.init)
-        except SandboxGone:
-            await self.clear(sandbox, known.init.base)
-            return None
-        self._instances[sandbox] = instance
-        return instance
+        return await self._take_up(NamespaceInstance(self, known.spec, state, known.boot_id), init)
 
     async def sweep(self, known: set[str]) -> list[str]:
         found = {entry.name for entry in os.scandir(self._state / SOCKETS)}
@@ -176,6 +172,8 @@ class NamespaceRuntime:
         if self._link is not None:
             await self._link.close()
             self._link = None
+        if self._groups is not None:
+            await asyncio.to_thread(groups.close_node, self._groups)
         if self._sockets >= 0:
             os.close(self._sockets)
             self._sockets = -1
@@ -237,6 +235,31 @@ class NamespaceRuntime:
         return task
 
     # -- how
+
+    async def _take_up(self, instance: NamespaceInstance, init: Init) -> Instance | None:
+        sandbox = instance.spec.id
+        if self._pool is not None and init.base is not None:
+            self._pool.claim(init.base)
+        try:
+            await instance.take_up(init)
+        except SandboxGone:
+            await self.clear(sandbox, init.base)
+            return None
+        # Files of a pause that did not come to its end: never to be taken for newer than what runs.
+        await asyncio.to_thread(shutil.rmtree, self.kept(sandbox), ignore_errors=True)
+        self._instances[sandbox] = instance
+        return instance
+
+    def _find_init(self, sandbox: str) -> Init | None:
+        """A living sandbox's PID 1 by its control group alone."""
+        group = self.group(sandbox)
+        with suppress(FileNotFoundError):
+            for pid in [] if group is None else group.pids():
+                found = inside(pid)
+                started = start_time(pid)
+                if found is not None and found[0] == 1 and started is not None:
+                    return Init(pid, started, None if self._pool is None else found[1])
+        return None
 
     async def _begin(self, spec: Spec, files: Path | None) -> Instance:
         if not _ID.fullmatch(spec.id):
@@ -316,6 +339,16 @@ class NamespaceRuntime:
         if self._groups is None:
             lacks["limits"] = "no control groups: sandboxes can be neither limited as wholes nor paused; start as root"
         return Abilities(memory_snapshot=False, live_migration=False, egress=self.egress.lacks is None, lacks=lacks)
+
+
+def inside(pid: int) -> tuple[int, int] | None:
+    """A process's number in its own namespace and its user here. None when it ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = {name: values.split() for name, _, values in (line.partition(":") for line in lines)}
+    return int(fields["NSpid"][-1]), int(fields["Uid"][0])
 
 
 def _plain(image: str) -> str:
