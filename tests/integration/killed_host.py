@@ -15,6 +15,7 @@ import asyncio
 import json
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from venusrl.sandboxes.agent.api import Exit, Output, ProcessSpec
@@ -31,7 +32,8 @@ BUSY = "busy"
 
 
 def tell(**line: object) -> None:
-    print(json.dumps(line), flush=True)
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 async def run_in(host: LocalHost, sandbox: str, command: str) -> str:
@@ -61,11 +63,11 @@ async def look(host: LocalHost, sandbox: str) -> str:
 class Work:
     """Random changes by several workers, one at a time a sandbox."""
 
-    def __init__(self, host: LocalHost, seed: int, states: dict[str, str]) -> None:
+    def __init__(self, host: LocalHost, seed: int, states: Mapping[str, str]) -> None:
         self._host = host
         self._random = random.Random(seed)
         self._seed = seed
-        self._free = dict(states)
+        self._free: dict[str, str] = dict(states)
         self._made = 0
 
     async def forever(self) -> None:

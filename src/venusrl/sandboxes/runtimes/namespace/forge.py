@@ -139,8 +139,11 @@ class Forge:
         return Ready(order.id, os.getpid(), self._tools.idmapped)
 
     def _wait_for_predecessors(self, path: str) -> None:
-        """Until no earlier forge of this directory, nor any of its children, still makes a sandbox: one that came to be
-        after its service was replaced would be nobody's. The lock is shared with our children until their agent runs."""
+        """Until no earlier forge of this directory, nor any of its children, still makes a sandbox.
+
+        One that came to be after its service was replaced would be nobody's. Our children share the lock until their
+        agent runs.
+        """
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _PREDECESSOR_S
         while True:
