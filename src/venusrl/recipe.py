@@ -115,7 +115,11 @@ class AgentSection(_Section):
 
 
 class SandboxSection(_Section):
-    runtime: Literal["namespace"] = "namespace"
+    runtime: Literal["namespace", "e2b"] = Field(
+        "namespace", description="On this machine, or at an E2B endpoint (venusrl env serve is one)"
+    )
+    url: str = Field("", description="The endpoint's API; its key is read from the environment: E2B_API_KEY")
+    sandbox_url: str = Field("", description="One address for all of its sandboxes, as E2B_SANDBOX_URL; empty = E2B's")
     memory_mib: int = Field(512, ge=16)
     pids: int = Field(64, ge=4)
     cpus: float = Field(1.0, gt=0)
@@ -232,9 +236,23 @@ class Recipe(_Section):
         return self
 
 
+_LOCAL = ("memory_mib", "pids", "cpus", "disk_mib", "concurrent_commands", "max_sandboxes")
+"""What an E2B endpoint does not let a client choose: the template's limits hold there, and the service's quotas."""
+
+
+def _sandbox_conflicts(sandbox: SandboxSection) -> list[str]:
+    remote = sandbox.runtime == "e2b"
+    faults = []
+    if remote and not sandbox.url.startswith(("http://", "https://")):
+        faults.append('sandbox.url must be the http(s) address of the endpoint when sandbox.runtime = "e2b"')
+    if not remote and (sandbox.url or sandbox.sandbox_url):
+        faults.append('sandbox.url and sandbox.sandbox_url need sandbox.runtime = "e2b"')
+    return faults
+
+
 def _conflicts(recipe: Recipe) -> list[str]:
     schedule, rollout, agent, training = recipe.schedule, recipe.rollout, recipe.agent, recipe.training
-    faults = []
+    faults = _sandbox_conflicts(recipe.sandbox)
     if schedule.max_staleness is not None and schedule.max_staleness < math.ceil(schedule.async_factor):
         faults.append("schedule.max_staleness must be at least ceil(schedule.async_factor), or omitted")
     if schedule.async_factor == 0 and schedule.deadline == "drop":
@@ -291,6 +309,9 @@ def warnings(recipe: Recipe) -> list[str]:
             for key in ("threads", "cpus")
             if _changed(rollout, key)
         ]
+    if recipe.sandbox.runtime == "e2b":
+        without = ", ".join(f"sandbox.{key}" for key in _LOCAL if _changed(recipe.sandbox, key))
+        found += [f"{without} have no effect: an E2B endpoint's templates and quotas decide"] if without else []
     if training.learning_rate == 0:
         found.append("training.learning_rate = 0: nothing will be learned (a control)")
     if training.shuffle_rewards:

@@ -103,6 +103,8 @@ def test_the_staleness_bound_defaults_to_the_factor_rounded_up(factor: float, bo
         ({"tasks": {"held_out_count": 50}}, "evaluation.tasks = 100 is more than"),
         ({"tasks": {"source": "my-tasks"}}, "tasks.held_out is needed"),
         ({"run": {"name": "../up"}}, "run.name"),
+        ({"sandbox": {"runtime": "e2b"}}, "sandbox.url must be the http(s) address"),
+        ({"sandbox": {"url": "http://127.0.0.1:3000"}}, 'need sandbox.runtime = "e2b"'),
         ({"run": {"name": "r", "keep_trajectories_of_steps": 2}}, "training.keep_checkpoints x checkpoint_every = 3"),
     ],
 )
@@ -123,6 +125,8 @@ def test_options_without_effect_are_warnings_that_survive_writing_the_recipe() -
     assert warnings(resolve(tomllib.loads(to_toml(recipe)))) == found
     assert warnings(recipe_with()) == []
     assert len(warnings(recipe_with(training={"learning_rate": 0, "shuffle_rewards": True}))) == 2
+    elsewhere = {"runtime": "e2b", "url": "http://127.0.0.1:3000", "memory_mib": 64}
+    assert "sandbox.memory_mib have no effect" in warnings(recipe_with(sandbox=elsewhere))[0]
 
 
 def test_overrides_are_toml_or_bare_strings() -> None:

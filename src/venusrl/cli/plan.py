@@ -114,6 +114,8 @@ def _starts(recipe: Recipe) -> list[str]:
     pinned = f", pinned to CPU {','.join(map(str, training.cpus))}" if training.cpus else ""
     lines.append(f"trainer ({training.steps} steps, {training.threads} thread(s){pinned})")
     sandbox = recipe.sandbox
+    if sandbox.runtime == "e2b":
+        return [*lines, f"sandboxes at {sandbox.url} (E2B): limits and number are the service's"]
     limits = f"{sandbox.memory_mib} MiB, {sandbox.pids} processes, {sandbox.disk_mib} MiB disk each"
     return [*lines, f"at most {sandbox.max_sandboxes} sandboxes ({sandbox.runtime}: {limits})"]
 
@@ -133,6 +135,6 @@ def _machine_warnings(recipe: Recipe, derived: dict[str, Any]) -> list[str]:
         if missing := [cpu for cpu in cpus if cpu not in cores]:
             found.append(f"{key} names CPUs that this process may not use here: {missing} (it may use {cores})")
     window, most = derived["window_trajectories"], recipe.sandbox.max_sandboxes
-    if window > most:
+    if recipe.sandbox.runtime != "e2b" and window > most:
         found.append(f"sandbox.max_sandboxes = {most}, but the window allows {window} trajectories: the rest wait")
     return found

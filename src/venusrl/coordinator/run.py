@@ -32,7 +32,9 @@ from venusrl.coordinator.supervisor import Supervisor
 from venusrl.observe.recorder import ObserveError
 from venusrl.observe.summary import write_summary
 from venusrl.recipe import Recipe, to_toml
+from venusrl.sandboxes.e2b import E2BSandboxes
 from venusrl.sandboxes.node import EmbeddedNode, NodeConfig
+from venusrl.sandboxes.protocol import RuntimeUnavailable, Sandboxes
 from venusrl.tasks import TaskSets, load_tasks
 from venusrl.training.errors import EXIT_FAILED
 from venusrl.training.launch import convert_command
@@ -132,9 +134,9 @@ async def _run(
     model = await _model(recipe, store.run_dir / "logs", stop)
     if model is None or stop.is_set():
         return _STOPPED_EARLY
-    async with _node(recipe, store.run_dir) as node:
+    async with _sandboxes(recipe, store.run_dir) as sandboxes:
         supervisor = Supervisor(shutdown_s=_SHUTDOWN_S)
-        parts = Assembly(recipe, store, recorder, supervisor, tasks, node, model)
+        parts = Assembly(recipe, store, recorder, supervisor, tasks, sandboxes, model)
         drive = _Drive(recipe, parts, tasks, supervisor, stop, begun)
         if on_status is not None:
             supervisor.spawn("status", drive.show(on_status), endless=True)
@@ -305,10 +307,17 @@ class _Drive:
 
 
 @contextlib.asynccontextmanager
-async def _node(recipe: Recipe, run_dir: Path) -> AsyncIterator[EmbeddedNode]:
-    config = NodeConfig(
-        max_sandboxes=recipe.sandbox.max_sandboxes, concurrent_commands=recipe.sandbox.concurrent_commands
-    )
+async def _sandboxes(recipe: Recipe, run_dir: Path) -> AsyncIterator[Sandboxes]:
+    """This machine's own, or those of an E2B endpoint. Raises RuntimeUnavailable with the mend."""
+    section = recipe.sandbox
+    if section.runtime == "e2b":
+        key = os.environ.get("E2B_API_KEY", "")
+        if not key:
+            raise RuntimeUnavailable(f"sandbox.url = {section.url} needs a key: set E2B_API_KEY in the environment")
+        async with E2BSandboxes(section.url, key, sandbox_url=section.sandbox_url) as remote:
+            yield remote
+        return
+    config = NodeConfig(max_sandboxes=section.max_sandboxes, concurrent_commands=section.concurrent_commands)
     node = EmbeddedNode(run_dir / "sandboxes", recipe.run.name, config)
     try:
         reaped = await node.start()
