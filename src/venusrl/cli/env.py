@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Coroutine
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ from venusrl.cli.env_client import caller_for
 from venusrl.cli.output import CommandError, print_json, stderr, stdout, table, warn
 
 if TYPE_CHECKING:
+    from venusrl.sandboxes.manager.node import Node
     from venusrl.sandboxes.manager.serve import Server
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes as a service that E2B's SDKs can use.")
@@ -55,6 +57,7 @@ def serve(
 
     $ venusrl env serve --listen 127.0.0.1:3000
     """
+    from venusrl.sandboxes.manager import node
     from venusrl.sandboxes.manager.asks import Settings
     from venusrl.sandboxes.manager.serve import ServeConfig, Server
     from venusrl.sandboxes.manager.state import default_state
@@ -72,7 +75,7 @@ def serve(
         settings=Settings(runtime=names[0], max_timeout_s=max_timeout, internet=internet),
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(_serve(Server(config), kill_on_exit, json_output))
+    asyncio.run(_serve(Server(config, connect=node.connect), kill_on_exit, json_output))
 
 
 async def _serve(server: Server, kill_on_exit: bool, json_output: bool) -> None:
@@ -80,7 +83,7 @@ async def _serve(server: Server, kill_on_exit: bool, json_output: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stderr().print("starting; the first start of a machine prepares its runtimes, which takes a while", markup=False)
-    if not await _started(server, stop):
+    if not await _started(server.start(), stop):
         return
     try:
         (server.config.state / "url").write_text(server.url + "\n")
@@ -103,9 +106,9 @@ async def _serve(server: Server, kill_on_exit: bool, json_output: bool) -> None:
             console.print("stopped; there were no sandboxes", markup=False)
 
 
-async def _started(server: Server, stop: asyncio.Event) -> bool:
+async def _started(start: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
     """Whether it started; False when it was told to stop before."""
-    starting = asyncio.create_task(server.start(), name="start the service")
+    starting = asyncio.create_task(start, name="start")
     stopping = asyncio.create_task(stop.wait(), name="told to stop")
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -139,6 +142,64 @@ def _announce(server: Server, json_output: bool) -> None:
         console.print(f"  export {name}={value}", markup=False)
     if "E2B_API_KEY" not in variables:
         console.print("  export E2B_API_KEY=...   (one of your keys; venusrl env key create makes one)", markup=False)
+
+
+@app.command("node")
+def node_command(
+    join: Annotated[str, typer.Option(help="URL of the service to join.")],
+    key: Annotated[str, typer.Option(envvar="VENUSRL_ENV_JOIN_KEY", help="The service's join key (file join-key).")],
+    state: _State = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT that the service reaches it at.")] = "127.0.0.1:3001",
+    advertise: Annotated[str, typer.Option(help="Another HOST:PORT that the service is told.")] = "",
+    name: Annotated[str, typer.Option(help="Its name. Default: the machine's.")] = "",
+    runtime: Annotated[list[str] | None, typer.Option(help="namespace, microvm, gvisor.")] = None,
+    memory_mib: Annotated[int | None, typer.Option(help="Memory for all sandboxes. Default: the machine's.")] = None,
+    reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
+    json_output: _Json = False,
+) -> None:
+    """Give this machine to a service until Ctrl-C; sandboxes go on, and the next start takes them up again.
+
+    Example:
+
+    $ venusrl env node --join http://127.0.0.1:3000 --key "$(cat STATE/join-key)" --state /var/lib/venusrl-node
+    """
+    from venusrl.sandboxes.manager.node import Node, NodeConfig
+    from venusrl.sandboxes.manager.state import default_state
+
+    config = NodeConfig(
+        state=(state or default_state() / "node").absolute(),
+        join=join,
+        key=key,
+        listen=listen,
+        advertise=advertise,
+        name=name,
+        runtimes=tuple(runtime or ("namespace",)),
+        memory=None if memory_mib is None else memory_mib << 20,
+        reserve=None if reserve_mib is None else reserve_mib << 20,
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(_run_node(Node(config), json_output))
+
+
+async def _run_node(node: Node, json_output: bool) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stderr().print("starting; the first start of a machine prepares its runtimes, which takes a while", markup=False)
+    if not await _started(node.start(), stop):
+        return
+    try:
+        if node.open_to_others():
+            warn(f"{node.config.listen} is open to other machines, without TLS: its key and all traffic can be read")
+        if json_output:
+            print_json({"name": node.name, "url": node.url, "pid": os.getpid()})
+        else:
+            stdout().print(f"node {node.name} at {node.url} joined {node.config.join}", markup=False)
+        await stop.wait()
+    finally:
+        living = await node.living()
+        await node.stop()
+        stderr().print(f"stopped; {living} sandboxes go on, and the next start takes them up", markup=False)
 
 
 class Setup(StrEnum):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from aiohttp import (
     ClientError,
+    ClientResponse,
     ClientSession,
     ClientTimeout,
     ClientWebSocketResponse,
@@ -64,9 +65,9 @@ async def proxy(request: web.Request, agent: Agent, sandbox: str, port: int) -> 
     )
     async with session:
         try:
-            if _is_websocket(request):
+            if is_websocket(request):
                 return await _websocket(request, session, port)
-            return await _http(request, session, port)
+            return await relay_http(request, session, _url(request, port), kept(request.headers, _OURS))
         except PortClosed:
             return sandbox_answer(502, sandbox, PORT_CLOSED, port=port)
         except (ClientError, ValueError) as error:
@@ -86,16 +87,25 @@ def _url(request: web.Request, port: int) -> URL:
     return URL(f"http://127.0.0.1:{port}{target}", encoded=True)
 
 
-async def _http(request: web.Request, session: ClientSession, port: int) -> web.StreamResponse:
-    headers = kept(request.headers, _OURS)
+async def relay_http(
+    request: web.Request,
+    session: ClientSession,
+    url: URL,
+    headers: CIMultiDict[str],
+    check: Callable[[ClientResponse], None] | None = None,
+) -> web.StreamResponse:
+    """Answer with what ``url`` answers. ``check`` sees that first and may raise. Raises ClientError, ValueError before
+    the answer has begun."""
     sending = session.request(
         request.method,
-        _url(request, port),
+        url,
         headers=headers,
         data=_body(request) if request.can_read_body else None,
         allow_redirects=False,
     )
     async with sending as upstream:
+        if check is not None:
+            check(upstream)
         if upstream.status < 200:
             raise ValueError(f"status {upstream.status} was not asked for")
         # Given both, a length that is not the chunks' would let an answer run over into the next one.
@@ -120,26 +130,33 @@ async def _body(request: web.Request) -> AsyncIterator[bytes]:
         yield piece
 
 
-def _is_websocket(request: web.Request) -> bool:
+def is_websocket(request: web.Request) -> bool:
     upgrade = request.headers.get("Upgrade", "").lower()
     connection = request.headers.get("Connection", "").lower()
     return request.method == "GET" and upgrade == "websocket" and "upgrade" in connection
 
 
 async def _websocket(request: web.Request, session: ClientSession, port: int) -> web.StreamResponse:
-    offered = [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if name.strip()]
-    names = {name.lower() for name in request.headers if name.lower().startswith("sec-websocket-")}
     try:
-        inside = await session.ws_connect(
-            _url(request, port),
-            headers=kept(request.headers, _OURS | names),
-            protocols=offered,
-            autoping=False,
-            autoclose=False,
-            max_msg_size=MAX_WEBSOCKET_MESSAGE,
-        )
+        return await relay_websocket(request, session, _url(request, port), kept(request.headers, _OURS))
     except WSServerHandshakeError as error:
         return web.Response(status=error.status, text=f"the service on port {port} refused the WebSocket")
+
+
+async def relay_websocket(
+    request: web.Request, session: ClientSession, url: URL, headers: CIMultiDict[str]
+) -> web.StreamResponse:
+    """Connect both ends. Raises WSServerHandshakeError when ``url`` will not."""
+    offered = [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if name.strip()]
+    names = {name.lower() for name in request.headers if name.lower().startswith("sec-websocket-")}
+    inside = await session.ws_connect(
+        url,
+        headers=kept(headers, names),
+        protocols=offered,
+        autoping=False,
+        autoclose=False,
+        max_msg_size=MAX_WEBSOCKET_MESSAGE,
+    )
     outside = web.WebSocketResponse(
         protocols=(inside.protocol,) if inside.protocol else (),
         autoping=False,

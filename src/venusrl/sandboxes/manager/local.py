@@ -44,13 +44,15 @@ async def assemble(
     reserve: int | None = None,
     overload: float | None = None,
     internet: bool = False,
+    name: str = "local",
 ) -> LocalParts:
-    """A started host. Raises RuntimeUnavailable, ManagerError."""
-    runtimes = {name: _runtime(name, state / "runtimes" / name) for name in names}
+    """A started host, ``name`` being what it goes by. Raises RuntimeUnavailable, ManagerError."""
+    runtimes = {one: _runtime(one, state / "runtimes" / one) for one in names}
     admission = FootprintAdmission(FootprintConfig() if overload is None else FootprintConfig(target=overload))
     templates = Templates(state / "templates", runtimes.get("namespace"))
     await templates.start(internet=internet)
-    host = LocalHost(state / "host", runtimes, templates, admission, Door(), HostConfig(memory=memory, reserve=reserve))
+    config = HostConfig(name=name, memory=memory, reserve=reserve)
+    host = LocalHost(state / "host", runtimes, templates, admission, Door(), config)
     await host.start()
     return LocalParts(host, admission, templates, templates)
 

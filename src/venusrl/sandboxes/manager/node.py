@@ -1,0 +1,169 @@
+"""A machine that joins a service: its own host, a server for the manager to ask, and the lease that it renews.
+
+Owns: ``Node``: what is below its state directory, the order of start and stop, joining again and again.
+
+Must not know: the command line, signals, users' keys.
+
+Guarantees: sandboxes go on when it stops, and the next start takes them up; while the manager does not answer it goes
+on serving and tries again; a manager that refuses it (another join key, a name that is taken) ends the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from venusrl.sandboxes.host import server
+from venusrl.sandboxes.host.remote import RemoteHost
+from venusrl.sandboxes.host.wire import Peer
+from venusrl.sandboxes.manager import tokens
+from venusrl.sandboxes.manager.errors import ManagerError
+from venusrl.sandboxes.manager.local import LocalParts, assemble
+from venusrl.sandboxes.manager.records import NodeRecord
+from venusrl.sandboxes.manager.serve import address, beyond_loopback
+
+_log = logging.getLogger(__name__)
+NODE_KEY = "node-key"
+_RENEW_S = 5.0
+_JOIN_S = 10.0
+
+
+class NodeConfig(msgspec.Struct, frozen=True):
+    """``join`` is the manager's URL, ``key`` its join key. ``listen`` is HOST:PORT, and where the manager finds it unless
+    ``advertise`` says another HOST:PORT. ``name`` "" = the machine's."""
+
+    state: Path
+    join: str
+    key: str
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    name: str = ""
+    runtimes: tuple[str, ...] = ("namespace",)
+    memory: int | None = None
+    reserve: int | None = None
+    internet: bool = False
+
+
+def connect(record: NodeRecord) -> RemoteHost:
+    """How a manager speaks to a node that joined."""
+    return RemoteHost(record.name, record.url, record.key)
+
+
+def connect_peer(peer: Peer) -> RemoteHost:
+    """How a node speaks to another one that a sandbox is to move to."""
+    return RemoteHost(peer.name, peer.url, peer.key)
+
+
+class Node:
+    """``await start()``, then it serves until ``await stop()``."""
+
+    def __init__(self, config: NodeConfig, *, local: LocalParts | None = None) -> None:
+        """``local``: parts to use instead of this machine's own (tests)."""
+        self.config = config
+        self.name = config.name or socket.gethostname()
+        self.url = ""
+        self.failure = ""
+        """Why the last renewal did not work; "" = it did."""
+        self._given = local
+        self._local: LocalParts | None = None
+        self._runner: web.AppRunner | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._key = ""
+
+    async def start(self) -> None:
+        """Raises ManagerError, RuntimeUnavailable."""
+        config = self.config
+        host, port = address(config.listen)
+        config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._key = tokens.secret_file(config.state / NODE_KEY, secrets.token_hex(24))
+        self._local = self._given or await assemble(
+            config.state,
+            config.runtimes,
+            memory=config.memory,
+            reserve=config.reserve,
+            internet=config.internet,
+            name=self.name,
+        )
+        try:
+            await self._listen(host, port)
+            await self._join()
+        except BaseException:  # whatever it was: give back what was opened, and pass it on
+            await self.stop()
+            raise
+        self._renewing = asyncio.create_task(self._renew(), name="renew the lease")
+
+    async def stop(self) -> None:
+        """Let go; sandboxes go on."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._local is not None:
+            await self._local.host.close()
+            if self._local.templates is not None:
+                await self._local.templates.close()
+
+    def open_to_others(self) -> bool:
+        return beyond_loopback(address(self.config.listen)[0])
+
+    async def living(self) -> int:
+        """How many sandboxes it has."""
+        return 0 if self._local is None else len((await self._local.host.status()).held)
+
+    # -- inside
+
+    async def _listen(self, host: str, port: int) -> None:
+        assert self._local is not None
+        self._runner = server.runner(server.application(self._local.host, self._key, connect_peer))
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            raise ManagerError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another") from error
+        port = self._runner.addresses[0][1]
+        if self.config.advertise:
+            host, port = address(self.config.advertise)
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            try:
+                await self._join()
+            except ManagerError as error:
+                if str(error) != self.failure:
+                    _log.warning("%s; trying again every %g s", error, _RENEW_S)
+                self.failure = str(error)
+            else:
+                if self.failure:
+                    _log.info("joined %s again", self.config.join)
+                self.failure = ""
+
+    async def _join(self) -> None:
+        """Raises ManagerError."""
+        url = self.config.join.rstrip("/") + "/nodes"
+        body = {"name": self.name, "url": self.url, "key": self._key}
+        timeout = aiohttp.ClientTimeout(total=_JOIN_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as client,
+                client.post(url, json=body, headers={"X-Join-Key": self.config.key}) as answer,
+            ):
+                if answer.status < 300:
+                    return
+                text = (await answer.text())[:300]
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ManagerError(f"{self.config.join} cannot be joined: no answer ({why})") from error
+        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+            text = msgspec.json.decode(text)["message"]
+        raise ManagerError(f"{self.config.join} refuses the node {self.name}: {text}")
