@@ -123,6 +123,23 @@ async def test_nothing_of_a_command_outlives_it(sandboxes: E2BSandboxes) -> None
     assert flood.truncated_bytes == 98000
 
 
+async def test_T39_a_command_that_fails_keeps_what_it_said_and_why(sandboxes: E2BSandboxes) -> None:
+    sandbox = await sandboxes.create(PLAIN, LIMITS, {})
+    late = await sandboxes.run(sandbox, "echo before; echo beside >&2; sleep 1003", timeout_s=1.0)
+    assert (late.timed_out, sorted(late.output.split())) == (True, ["before", "beside"])
+    wrong = await sandboxes.run(sandbox, "echo no; exit 3")
+    assert (wrong.exit_code, wrong.timed_out, wrong.output) == (3, False, "no\n")
+    struck = await sandboxes.run(sandbox, "echo last; kill -9 $$")
+    assert (struck.exit_code, struck.timed_out, struck.output.split()[0]) == (137, False, "last")
+    running = asyncio.create_task(sandboxes.run(sandbox, "echo begun > /tmp/begun; sleep 1003"))
+    for _ in range(200):
+        if (await sandboxes.run(sandbox, "cat /tmp/begun")).exit_code == 0:
+            break
+    await sandboxes.kill(sandbox)
+    with pytest.raises(SandboxGone):
+        await running
+
+
 async def test_refusals_have_their_types(server: Server, sandboxes: E2BSandboxes) -> None:
     with pytest.raises(TemplateNotFound):
         await sandboxes.create("nowhere", LIMITS, {})

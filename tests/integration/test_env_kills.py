@@ -1,4 +1,4 @@
-"""kill -9 of a host's service at random instants: no sandbox lost, none left behind. Cases T35, T39.
+"""kill -9 of a host's service at random instants: no sandbox lost, none left behind. Case T35.
 
 The service runs in a process of its own (``killed_host``) and is killed while it creates, pauses, resumes, snapshots
 and kills. This process takes its orphans, so that what it leaves is seen whatever group it is in.
@@ -167,7 +167,7 @@ def none_leaked(state: Path, found: dict[str, Any]) -> None:
     assert {name.removesuffix(".json") for name in names_in(state / "host/sandboxes")} - {"lock"} == held
 
 
-def test_T35_T39_killed_at_any_instant_it_loses_none_and_leaks_none(tmp_path: Path, services: list[Service]) -> None:
+def test_T35_killed_at_any_instant_it_loses_none_and_leaks_none(tmp_path: Path, services: list[Service]) -> None:
     before = descendants()
     mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
     chance = random.Random(39)
