@@ -37,8 +37,8 @@ _JOIN_S = 10.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True):
-    """``join`` is the manager's URL, ``key`` its join key. ``listen`` is HOST:PORT, and where the manager finds it unless
-    ``advertise`` says another HOST:PORT. ``name`` "" = the machine's."""
+    """``join`` is the manager's URL, ``key`` its join key. ``listen`` is HOST:PORT; the manager is told
+    ``advertise`` where there is one, else that. ``name`` "" = the machine's."""
 
     state: Path
     join: str
