@@ -194,14 +194,14 @@ class Cells:
 
     # -- making
 
-    async def make(self, record: Record, build: Build) -> Cell:
+    async def make(self, record: Record, build: Build, *, durable: bool = False) -> Cell:
         """A new sandbox, by ``build``. Cancelled or failed, nothing of it is left."""
         if record.order.id in self._cells:
             raise AlreadyExists(f"there is a sandbox {record.order.id} already")
         runtime = self.runtime(record.order.runtime)
         cell = Cell(record, self._clock.monotonic())
         self._cells[cell.id] = cell
-        cell.making = self._background.operation(f"create {cell.id}", self._make(cell, runtime, build))
+        cell.making = self._background.operation(f"create {cell.id}", self._make(cell, runtime, build, durable))
         try:
             await asyncio.shield(cell.making)
         except asyncio.CancelledError:
@@ -211,13 +211,13 @@ class Cells:
             raise
         return cell
 
-    async def _make(self, cell: Cell, runtime: Runtime, build: Build) -> None:
+    async def _make(self, cell: Cell, runtime: Runtime, build: Build, durable: bool) -> None:
         try:
             instance = await build(runtime, cell.spec())
             cell.instance = instance
             cell.record.runtime = instance.record()
             try:
-                self._save(cell)
+                self._save(cell, durable=durable)
             except SandboxError:
                 await self._take_down(cell)
                 raise
@@ -264,6 +264,38 @@ class Cells:
                 self._enter(cell, lifecycle.settled(is_paused(instance)))
                 cell.record.runtime = instance.record()
                 self._save(cell, durable=True)
+
+    def begin_move(self, cell: Cell, to: str) -> None:
+        """On disk: it is about to be sent to ``to``."""
+        before = msgspec.structs.replace(cell.record)
+        self._enter(cell, "moving")
+        cell.record.sending_to = to
+        try:
+            self._save(cell, durable=True)
+        except SandboxError:
+            cell.record = before
+            raise
+
+    def give(self, cell: Cell, to: str, paused: bool) -> None:
+        """On disk: from now on it is ``to``'s, if ``to`` has it."""
+        before = msgspec.structs.replace(cell.record)
+        cell.record.given_to, cell.record.was_paused = to, paused
+        try:
+            self._save(cell, durable=True)
+        except SandboxError:
+            cell.record = before
+            raise
+
+    def end_move(self, cell: Cell) -> None:
+        """On disk: it stays, whatever was sent. Its epoch passes the one that was offered."""
+        if cell.doomed or cell.id not in self._cells:
+            return
+        cell.record.sending_to = cell.record.given_to = ""
+        cell.record.epoch += 2
+        instance = cell.alive()
+        self._enter(cell, lifecycle.settled(is_paused(instance)))
+        cell.record.runtime = instance.record()
+        self._save(cell, durable=True)
 
     async def saved(self, cell: Cell) -> None:
         """Put a change of the record that is no change of state on disk."""

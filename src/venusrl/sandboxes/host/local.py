@@ -28,13 +28,21 @@ from venusrl.sandboxes.host.api import ENVD_PORT, Address, Died, Held, Host, Hos
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.cells import Cell, Cells, TimeLimits
 from venusrl.sandboxes.host.deaths import Deaths
-from venusrl.sandboxes.host.errors import MoveUnsupported, within
+from venusrl.sandboxes.host.errors import AlreadyExists, HostLost, MoveUnsupported, within
 from venusrl.sandboxes.host.footprints import Footprints, Learned
 from venusrl.sandboxes.host.machine import Machine
+from venusrl.sandboxes.host.moves import Receiver, Sender, Taken
 from venusrl.sandboxes.host.records import Record, Records, check_id
 from venusrl.sandboxes.host.snapshots import Kept, Snapshots
 from venusrl.sandboxes.host.streams import CountedStream, Turn
-from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable, SandboxDenied, SandboxError, SandboxPaused
+from venusrl.sandboxes.protocol import (
+    Limits,
+    RuntimeUnavailable,
+    SandboxDenied,
+    SandboxError,
+    SandboxPaused,
+    TemplateNotFound,
+)
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Network, Runtime, Spec
 from venusrl.sandboxes.templates.api import Image
 
@@ -75,6 +83,8 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     starting: int = 16
     """So many sandboxes are created or resumed at once; more wait."""
     guard_s: float = 0.5
+    listen: str = "127.0.0.1"
+    """The address at which it takes sandboxes of other hosts; it must be one that they reach."""
     time_limits: TimeLimits = TimeLimits()
 
 
@@ -111,6 +121,8 @@ class LocalHost:
             self._deaths,
             self._on_ended,
         )
+        self._sender = Sender(self._config.name, self.cells, state / "moves")
+        self._receiver = Receiver(self._config.listen, state / "moves", self._take, self._config.time_limits.move)
         self._learned = Learned()
         self._footprints = Footprints(self.cells, admission, self._clock, self._measure_shared)
         self._shared: dict[str, int] = {}
@@ -138,6 +150,7 @@ class LocalHost:
         try:
             await self._start_runtimes()
             await asyncio.to_thread(self._snapshots.open)
+            await asyncio.to_thread(self._receiver.clear)
             lost = await self.cells.adopt()
         except BaseException:  # whatever it was, the next try must find the lock free
             self._records.close()
@@ -151,6 +164,7 @@ class LocalHost:
         return lost
 
     async def close(self) -> None:
+        await self._receiver.close()
         await self._background.close()
         for runtime in self._runtimes.values():
             await runtime.close()
@@ -247,17 +261,65 @@ class LocalHost:
         await self.cells.saved(cell)
 
     async def move(self, sandbox: str, to: Host) -> None:
-        """Raises MoveUnsupported: a host in another process cannot be sent anything yet."""
-        self.cells.get(sandbox).alive()
-        raise MoveUnsupported(
-            f"sandbox {sandbox} stays on {self.name}: this host cannot send it to {to.name}; snapshot it, or end it"
-        )
+        """Raises MoveUnsupported, SandboxDenied, HostLost; see ``moves``."""
+        cell = self.cells.get(sandbox)
+        if to is self or to.name == self.name:
+            raise MoveUnsupported(f"sandbox {sandbox} is on {self.name} already: name another host")
+        ability = self._abilities.get(cell.record.order.runtime)
+        memory = ability is not None and ability.memory_snapshot
+        await self.cells.alone(cell, "move", lambda: self._sender.send(cell, to, memory=memory))
+        self.cells.count("moved_away")
 
     async def offer(self, move: Moving) -> Address:
-        """Raises MoveUnsupported: this host cannot receive yet."""
-        raise MoveUnsupported(
-            f"sandbox {move.sandbox} stays on {move.origin}: {self.name} cannot receive it; snapshot it, or end it"
-        )
+        try:
+            record = msgspec.json.decode(move.record, type=Record)
+        except msgspec.MsgspecError as error:
+            raise MoveUnsupported(
+                f"the hosts {move.origin} and {self.name} are of different versions: {error}"
+            ) from None
+        if check_id(move.sandbox) != record.order.id or record.order.limits is None:
+            raise MoveUnsupported(f"the offer of sandbox {move.sandbox} does not fit its record")
+        if move.sandbox in self.cells:
+            cell = self.cells.get(move.sandbox)
+            if cell.making is not None and not cell.making.done():
+                raise HostLost(f"sandbox {move.sandbox} is just arriving on {self.name}: ask again")
+            raise AlreadyExists(f"sandbox {move.sandbox} is on {self.name}")
+        self.cells.runtime(move.runtime)
+        try:
+            image = await self._images.resolve(record.image.id, record.order.tenant)
+        except TemplateNotFound:
+            image = await self._images.resolve(record.order.template, record.order.tenant)
+        if image.id != record.image.id:
+            raise MoveUnsupported(
+                f"{self.name} has another template {record.image.name!r}: build or import it there too"
+            )
+        record.image = image
+        self._admit(image, record.order, record.order.limits, move.private or None)
+        return await self._receiver.offer(move, record)
+
+    async def _take(self, taken: Taken) -> None:
+        """Make what arrived a sandbox of this host, paused if it was."""
+        record = taken.record
+        assert record.order.limits is not None
+        record.state, record.runtime, record.changed = "running", b"", self._clock.time()
+        displaced = self._admit(record.image, record.order, record.order.limits, record.footprint.total or None)
+
+        async def build(runtime: Runtime, spec: Spec) -> Instance:
+            await self._displace(displaced)
+            await self._prepare(runtime, record.image)
+            async with self._turn(spec.id), within(self.cells.time_limits.resume, "resume", f"sandbox {spec.id}"):
+                instance = await runtime.restore(spec, taken.snapshot)
+            if taken.paused:
+                try:
+                    await instance.pause()
+                except BaseException:  # whatever it was, nothing is left
+                    await instance.kill()
+                    raise
+                record.state = "paused"
+            return instance
+
+        await self.cells.make(record, build, durable=True)  # nothing that can fail may follow: it is here now
+        self.cells.count("moved_here")
 
     # -- requests into a sandbox
 

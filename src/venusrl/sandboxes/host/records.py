@@ -47,6 +47,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
     footprint: Footprint = Footprint()
     sending_to: str = ""
     given_to: str = ""
+    was_paused: bool = False
+    """Before it was given away."""
 
 
 def check_id(name: str) -> str:

@@ -1,0 +1,149 @@
+"""Sandboxes on their way between two hosts, over runtimes without a kernel: one owner at every instant."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from venusrl.sandboxes.host import moves
+from venusrl.sandboxes.host.api import Address, Moving, Order
+from venusrl.sandboxes.host.errors import HostLost, MoveUnsupported
+from venusrl.sandboxes.host.local import HostConfig, LocalHost
+from venusrl.sandboxes.protocol import SandboxDenied, SandboxError
+from venusrl.testing.agents import MemoryAgent
+from venusrl.testing.hosts import AdmitAll, FixedImages, PlainDoor
+from venusrl.testing.runtimes import FakeRuntime, Operation
+
+
+class Side:
+    """One host over its own world on disk."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.config = root / name, HostConfig(name=name, guard_s=60.0)
+
+    async def begin(self) -> Side:
+        self.runtime = FakeRuntime(lambda spec: MemoryAgent(), world=self.root / "world")
+        state = self.root / "host"
+        self.host = LocalHost(state, {"fake": self.runtime}, FixedImages(), AdmitAll(), PlainDoor(), self.config)
+        await self.host.start()
+        return self
+
+    async def again(self) -> None:
+        await self.host.close()
+        await self.begin()
+
+    async def held(self) -> dict[str, tuple[str, int]]:
+        return {one.id: (one.state, one.epoch) for one in (await self.host.status()).held}
+
+
+async def pair(root: Path) -> tuple[Side, Side]:
+    here, there = await Side(root, "here").begin(), await Side(root, "there").begin()
+    await here.host.create(Order(id="a", template="host", runtime="fake"))
+    return here, there
+
+
+async def close(*sides: Side) -> None:
+    for side in sides:
+        await side.host.close()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_it_is_there_and_not_here(tmp_path: Path, paused: bool) -> None:
+    here, there = await pair(tmp_path)
+    if paused:
+        await here.host.pause("a")
+    await here.host.move("a", there.host)
+    assert await here.held() == {} and here.runtime.alive == []
+    assert await there.held() == {"a": ("paused" if paused else "running", 1)}
+    await there.again()
+    assert await there.held() == {"a": ("paused" if paused else "running", 1)}
+    await there.host.move("a", here.host)
+    assert (await here.held())["a"][1] == 2
+    assert not list((tmp_path / "here/host/moves").glob("*"))
+    await close(here, there)
+
+
+@pytest.mark.parametrize(("side", "operation"), [("here", "pause"), ("here", "snapshot"), ("there", "restore")])
+async def test_a_step_that_fails_leaves_it_where_it_was(tmp_path: Path, side: str, operation: Operation) -> None:
+    here, there = await pair(tmp_path)
+    (here if side == "here" else there).runtime.fail_next(operation, SandboxError("no"))
+    with pytest.raises(SandboxError, match="no"):
+        await here.host.move("a", there.host)
+    assert await here.held() == {"a": ("running", 2)}
+    assert await there.held() == {} and there.runtime.alive == []
+    await here.host.move("a", there.host)
+    assert await there.held() == {"a": ("running", 3)}
+    await close(here, there)
+
+
+async def test_a_host_that_admits_no_more_is_told_of_and_nothing_changes(tmp_path: Path) -> None:
+    here, there = await pair(tmp_path)
+    await there.host.drain()
+    with pytest.raises(SandboxDenied):
+        await here.host.move("a", there.host)
+    with pytest.raises(MoveUnsupported):
+        await here.host.move("a", here.host)
+    assert await here.held() == {"a": ("running", 2)}
+    await close(here, there)
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+async def test_an_answer_that_is_lost_is_asked_for_again(
+    tmp_path: Path, arrived: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The origin dies right after its record says that it gave the sandbox away."""
+    here, there = await pair(tmp_path)
+    hear = moves._hear
+
+    async def cut(reader: asyncio.StreamReader, wanted: str, seconds: float = 30.0) -> moves._Word:
+        if wanted == ("taken" if arrived else "go"):
+            if arrived:
+                await hear(reader, wanted, seconds)
+            raise HostLost("cut")
+        return await hear(reader, wanted, seconds)
+
+    monkeypatch.setattr(moves, "_hear", cut)
+    with pytest.raises(SandboxError):
+        await here.host.move("a", there.host)
+    monkeypatch.setattr(moves, "_hear", hear)
+    await here.again()
+    running = [state for side in (here, there) for state, _ in (await side.held()).values() if state == "running"]
+    assert len(running) == 1
+    if "a" in await here.held():
+        await here.host.move("a", there.host)
+    assert await here.held() == {} and here.runtime.alive == []
+    assert list(await there.held()) == ["a"]
+    await close(here, there)
+
+
+async def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
+    here, there = await pair(tmp_path)
+    address: list[Address] = []
+    offer = there.host.offer
+
+    async def listened(move: Moving) -> Address:
+        true = await offer(move)
+        address.append(true)
+        return Address(true.host, true.port, "0" * 64)
+
+    there.host.offer = listened  # type: ignore[method-assign]
+    with pytest.raises(SandboxError):
+        await here.host.move("a", there.host)
+    assert await here.held() == {"a": ("running", 2)} and await there.held() == {}
+    await close(here, there)
+
+
+@pytest.mark.parametrize("kind", ["up", "link", "absolute"])
+def test_an_archive_stays_in_its_bounds(tmp_path: Path, kind: str) -> None:
+    with tarfile.open(tmp_path / "tar", "x") as archive:
+        info = tarfile.TarInfo({"up": "../x", "link": "x", "absolute": str(tmp_path / "x")}[kind])
+        if kind == "link":
+            info.type, info.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(info, io.BytesIO())
+    with pytest.raises(SandboxError, match="archive"):
+        moves._unpack(tmp_path / "tar", tmp_path / "out", 1 << 20)
+    assert not (tmp_path / "x").exists()
