@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from persistent import running
+from tests.integration.persistent import running
 
 from venusrl.sandboxes.runtimes.namespace import kernel
 

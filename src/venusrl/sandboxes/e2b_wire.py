@@ -37,6 +37,7 @@ _FRAME = struct.Struct(">BI")
 _END = 0x02
 _MAX_FRAME = 32 << 20
 _MAX_ANSWER = 4 << 20
+_REQUIRE_S = 10.0
 _ATTEMPTS = 4
 _BACKOFF_S = 0.2
 
@@ -107,6 +108,12 @@ class Wire:
         path = f"/sandboxes/{quote(sandbox, safe='')}/timeout"
         await self._control("POST", path, {"timeout": ttl_s}, within_s)
 
+    async def _require(self, sandbox: str) -> None:
+        """Raises SandboxGone when the service has it no more. One that is just being ended is asked for again."""
+        for attempt in range(_ATTEMPTS):
+            await self._control("GET", f"/sandboxes/{quote(sandbox, safe='')}", None, _REQUIRE_S)
+            await asyncio.sleep(_BACKOFF_S * 2**attempt)
+
     async def _control(
         self,
         method: str,
@@ -167,6 +174,8 @@ class Wire:
                     if event is not None:
                         yield event
         except (aiohttp.ClientError, ConnectionError) as error:
+            # The service breaks off what runs in a sandbox that ends, as E2B does: its control plane says which it was.
+            await self._require(made.id)
             raise SandboxError(f"the connection to {made.id} broke: {error}") from error
         raise SandboxError(f"the stream of a command in {made.id} ended without its end")
 
