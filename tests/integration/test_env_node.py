@@ -1,0 +1,136 @@
+"""A service and a machine that joined it, as processes with real namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of the service need root: run as root")
+e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
+COMMAND = [sys.executable, "-m", "venusrl.cli.main", "env"]
+WAIT_S = 40.0
+
+
+class Process:
+    """A command of ``venusrl env`` that announces itself in JSON."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        with log.open("a") as errors:
+            self.process = subprocess.Popen(
+                [*COMMAND, *arguments, "--json"], stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        assert self.process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n"):
+            line = self.process.stdout.readline()
+            assert line, log.read_text()
+            text += line
+        self.told: dict[str, Any] = json.loads(text)
+
+    def end(self, number: int = signal.SIGINT) -> None:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=30)
+
+
+class Pair:
+    """The service and its node ``far``; the service's own host takes nothing."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.service = Process(state / "service.log", "serve", "--state", str(state / "service"), "--listen", _FREE)
+        environment = self.service.told["environment"]
+        self.url = environment["E2B_API_URL"]
+        self.options = {
+            "api_key": environment["E2B_API_KEY"],
+            "api_url": self.url,
+            "sandbox_url": environment["E2B_SANDBOX_URL"],
+        }
+        self.key = (state / "service" / "join-key").read_text().strip()
+        self.node = self.join()
+        self.ask("POST", "/nodes/local", {"status": "draining"})
+
+    def join(self) -> Process:
+        where = ["--state", str(self.state / "node"), "--listen", _FREE]
+        return Process(self.state / "node.log", "node", "--join", self.url, "--key", self.key, "--name", "far", *where)
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        admin = (self.state / "service" / "admin-key").read_text().strip()
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"X-Admin-Token": admin, "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def sandboxes(self) -> dict[str, str]:
+        """By id: the node each is on."""
+        return {one["id"]: one["node"] for one in self.ask("GET", "/admin/overview")["sandboxes"]}
+
+    def status(self) -> str:
+        return {one["id"]: one["status"] for one in self.ask("GET", "/nodes")}["far"]
+
+
+_FREE = "127.0.0.1:0"
+
+
+def until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    try:
+        yield pair
+    finally:
+        for sandbox in pair.sandboxes():
+            pair.ask("DELETE", f"/admin/sandboxes/{sandbox}")
+        pair.node.end()
+        pair.service.end()
+
+
+def test_sandboxes_on_a_node_that_joined(pair: Pair) -> None:
+    sandbox = e2b.Sandbox.create("host", timeout=300, **pair.options)
+    assert pair.sandboxes() == {sandbox.sandbox_id: "far"}
+    assert sandbox.commands.run("echo $((6 * 7))").stdout == "42\n"
+    sandbox.files.write("/tmp/kept", "before")
+    going = sandbox.commands.run("sleep 1000", background=True)
+
+    pair.node.end(signal.SIGKILL)
+    pair.node = pair.join()
+    until(lambda: pair.status() == "ready")
+    assert sandbox.files.read("/tmp/kept") == "before"
+    assert going.pid in {one.pid for one in sandbox.commands.list()}, "a process ended with the node's service"
+
+    drained = pair.ask("POST", "/nodes/far", {"status": "draining"})
+    assert list(drained["stayed"]) == [sandbox.sandbox_id]
+    with pytest.raises(Exception, match=r"(?i)drain|room|node"):
+        e2b.Sandbox.create("host", timeout=60, **pair.options)
+    assert sandbox.commands.run("echo still here").stdout == "still here\n"
+
+
+def test_a_node_that_is_silent_past_its_lease(pair: Pair) -> None:
+    sandbox = e2b.Sandbox.create("host", timeout=300, **pair.options)
+    pair.node.process.send_signal(signal.SIGSTOP)
+    try:
+        until(lambda: pair.status() == "lost" and not pair.sandboxes())
+    finally:
+        pair.node.process.send_signal(signal.SIGCONT)
+    with pytest.raises(e2b.NotFoundException):
+        e2b.Sandbox.connect(sandbox.sandbox_id, **pair.options)
+    until(lambda: pair.status() == "ready")
+    # What no record knows any more does not stay on the node.
+    until(lambda: pair.ask("GET", "/nodes/far")["sandboxCount"] == 0)
