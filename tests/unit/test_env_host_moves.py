@@ -57,7 +57,8 @@ async def test_it_is_there_and_not_here(tmp_path: Path, paused: bool) -> None:
     if paused:
         await here.host.pause("a")
     await here.host.move("a", there.host)
-    assert await here.held() == {} and here.runtime.alive == []
+    assert await here.held() == {}
+    assert here.runtime.alive == []
     assert await there.held() == {"a": ("paused" if paused else "running", 1)}
     await there.again()
     assert await there.held() == {"a": ("paused" if paused else "running", 1)}
@@ -74,7 +75,8 @@ async def test_a_step_that_fails_leaves_it_where_it_was(tmp_path: Path, side: st
     with pytest.raises(SandboxError, match="no"):
         await here.host.move("a", there.host)
     assert await here.held() == {"a": ("running", 2)}
-    assert await there.held() == {} and there.runtime.alive == []
+    assert await there.held() == {}
+    assert there.runtime.alive == []
     await here.host.move("a", there.host)
     assert await there.held() == {"a": ("running", 3)}
     await close(here, there)
@@ -115,7 +117,8 @@ async def test_an_answer_that_is_lost_is_asked_for_again(
     assert len(running) == 1
     if "a" in await here.held():
         await here.host.move("a", there.host)
-    assert await here.held() == {} and here.runtime.alive == []
+    assert await here.held() == {}
+    assert here.runtime.alive == []
     assert list(await there.held()) == ["a"]
     await close(here, there)
 
@@ -133,7 +136,8 @@ async def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
     there.host.offer = listened  # type: ignore[method-assign]
     with pytest.raises(SandboxError):
         await here.host.move("a", there.host)
-    assert await here.held() == {"a": ("running", 2)} and await there.held() == {}
+    assert await here.held() == {"a": ("running", 2)}
+    assert await there.held() == {}
     await close(here, there)
 
 

@@ -24,14 +24,14 @@ from aiohttp import web
 from venusrl.clock import Clock, SystemClock
 from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Pause, Request, SandboxView
 from venusrl.sandboxes.agent.api import Agent, Stream, Usage
+from venusrl.sandboxes.host import moves
 from venusrl.sandboxes.host.api import ENVD_PORT, Address, Died, Held, Host, HostStatus, Moving, Order, SnapshotInfo
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.cells import Cell, Cells, TimeLimits
 from venusrl.sandboxes.host.deaths import Deaths
-from venusrl.sandboxes.host.errors import AlreadyExists, HostLost, MoveUnsupported, within
+from venusrl.sandboxes.host.errors import MoveUnsupported, within
 from venusrl.sandboxes.host.footprints import Footprints, Learned
 from venusrl.sandboxes.host.machine import Machine
-from venusrl.sandboxes.host.moves import Receiver, Sender, Taken
 from venusrl.sandboxes.host.records import Record, Records, check_id
 from venusrl.sandboxes.host.snapshots import Kept, Snapshots
 from venusrl.sandboxes.host.streams import CountedStream, Turn
@@ -41,7 +41,6 @@ from venusrl.sandboxes.protocol import (
     SandboxDenied,
     SandboxError,
     SandboxPaused,
-    TemplateNotFound,
 )
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Network, Runtime, Spec
 from venusrl.sandboxes.templates.api import Image
@@ -121,8 +120,8 @@ class LocalHost:
             self._deaths,
             self._on_ended,
         )
-        self._sender = Sender(self._config.name, self.cells, state / "moves")
-        self._receiver = Receiver(self._config.listen, state / "moves", self._take, self._config.time_limits.move)
+        self._sender = moves.Sender(self._config.name, self.cells, state / "moves")
+        self._receiver = moves.Receiver(self._config.listen, state / "moves", self._take, self._config.time_limits.move)
         self._learned = Learned()
         self._footprints = Footprints(self.cells, admission, self._clock, self._measure_shared)
         self._shared: dict[str, int] = {}
@@ -271,52 +270,25 @@ class LocalHost:
         self.cells.count("moved_away")
 
     async def offer(self, move: Moving) -> Address:
-        try:
-            record = msgspec.json.decode(move.record, type=Record)
-        except msgspec.MsgspecError as error:
-            raise MoveUnsupported(
-                f"the hosts {move.origin} and {self.name} are of different versions: {error}"
-            ) from None
-        if check_id(move.sandbox) != record.order.id or record.order.limits is None:
-            raise MoveUnsupported(f"the offer of sandbox {move.sandbox} does not fit its record")
-        if move.sandbox in self.cells:
-            cell = self.cells.get(move.sandbox)
-            if cell.making is not None and not cell.making.done():
-                raise HostLost(f"sandbox {move.sandbox} is just arriving on {self.name}: ask again")
-            raise AlreadyExists(f"sandbox {move.sandbox} is on {self.name}")
+        record = moves.read_offer(move, self.name)
+        moves.refuse_known(self.cells, move.sandbox, self.name)
+        await self._receiver.forget(move.sandbox)  # before any answer: what is said must stay true
         self.cells.runtime(move.runtime)
-        try:
-            image = await self._images.resolve(record.image.id, record.order.tenant)
-        except TemplateNotFound:
-            image = await self._images.resolve(record.order.template, record.order.tenant)
-        if image.id != record.image.id:
-            raise MoveUnsupported(
-                f"{self.name} has another template {record.image.name!r}: build or import it there too"
-            )
-        record.image = image
-        self._admit(image, record.order, record.order.limits, move.private or None)
+        record.image = await moves.image_here(self._images.resolve, record, self.name)
+        self._admit(record.image, record.order, moves.limits_of(record), move.private or None)
         return await self._receiver.offer(move, record)
 
-    async def _take(self, taken: Taken) -> None:
+    async def _take(self, taken: moves.Taken) -> None:
         """Make what arrived a sandbox of this host, paused if it was."""
         record = taken.record
-        assert record.order.limits is not None
         record.state, record.runtime, record.changed = "running", b"", self._clock.time()
-        displaced = self._admit(record.image, record.order, record.order.limits, record.footprint.total or None)
+        displaced = self._admit(record.image, record.order, moves.limits_of(record), record.footprint.total or None)
 
         async def build(runtime: Runtime, spec: Spec) -> Instance:
             await self._displace(displaced)
             await self._prepare(runtime, record.image)
             async with self._turn(spec.id), within(self.cells.time_limits.resume, "resume", f"sandbox {spec.id}"):
-                instance = await runtime.restore(spec, taken.snapshot)
-            if taken.paused:
-                try:
-                    await instance.pause()
-                except BaseException:  # whatever it was, nothing is left
-                    await instance.kill()
-                    raise
-                record.state = "paused"
-            return instance
+                return await moves.rebuild(runtime, spec, taken)
 
         await self.cells.make(record, build, durable=True)  # nothing that can fail may follow: it is here now
         self.cells.count("moved_here")

@@ -26,10 +26,13 @@ import msgspec
 from venusrl.sandboxes.host.api import Address, Host, Moving
 from venusrl.sandboxes.host.cells import Cell, Cells, is_paused
 from venusrl.sandboxes.host.errors import AlreadyExists, HostLost, MoveUnsupported, within
-from venusrl.sandboxes.host.records import Record
-from venusrl.sandboxes.protocol import SandboxError
-from venusrl.sandboxes.runtimes.base import Instance, Snapshot
+from venusrl.sandboxes.host.records import Record, check_id
+from venusrl.sandboxes.protocol import Limits, SandboxDenied, SandboxError, TemplateNotFound
+from venusrl.sandboxes.runtimes.base import Instance, Runtime, Snapshot, Spec
+from venusrl.sandboxes.templates.api import Image
 
+_NOT_THERE = (SandboxDenied, MoveUnsupported, TemplateNotFound)
+"""Said by a target that has looked: it neither has the sandbox nor will have it by an earlier try."""
 _STEP_S = 30.0
 _PIECE = 1 << 20
 _LARGEST = 1 << 40
@@ -108,7 +111,7 @@ class Sender:
             await self._cells.remove(cell)  # the answer that was lost: it is there
             return
         except SandboxError as error:
-            if not record.given_to or not isinstance(error, HostLost):
+            if not record.given_to or isinstance(error, _NOT_THERE):
                 await self._undo(cell, paused)
             raise
         record.given_to = ""  # nothing of an earlier try is left there
@@ -199,6 +202,17 @@ async def _dial(address: Address) -> AsyncIterator[Streams]:
 # -- the target
 
 
+def read_offer(move: Moving, target: str) -> Record:
+    """Raises MoveUnsupported."""
+    try:
+        record = msgspec.json.decode(move.record, type=Record)
+    except msgspec.MsgspecError as error:
+        raise MoveUnsupported(f"the hosts {move.origin} and {target} are of different versions: {error}") from None
+    if check_id(move.sandbox) != record.order.id or record.order.limits is None:
+        raise MoveUnsupported(f"the offer of sandbox {move.sandbox} does not fit its record")
+    return record
+
+
 class Receiver:
     """Listens for one move each. ``take`` makes the sandbox here, durably, or raises."""
 
@@ -258,15 +272,16 @@ class Receiver:
         here = False
         try:
             async with within(self._seconds, "move", f"sandbox {record.order.id}"):
-                reader, writer = await asyncio.wait_for(arrived, _STEP_S * 4)
+                reader, origin = await asyncio.wait_for(arrived, _STEP_S * 4)
+                writer = origin
                 server.close()
                 work.mkdir(mode=0o700, parents=True)
                 taken = await self._state(reader, work, record)
-                await _say(writer, _Word("kept"))
+                await _say(origin, _Word("kept"))
                 await _hear(reader, "go")
                 await self._take(taken)
                 here = True
-                await _say(writer, _Word("taken"))
+                await _say(origin, _Word("taken"))
         except (SandboxError, OSError, TimeoutError) as error:
             if writer is not None and not here:  # else the origin must ask again, not take it back
                 with contextlib.suppress(OSError):
@@ -294,6 +309,45 @@ class Receiver:
         await asyncio.to_thread(_unpack, work / "tar", work / "data", word.size)
         snapshot = Snapshot(str(work / "data"), word.memory, word.size, record.order.runtime)
         return Taken(record, snapshot, word.paused)
+
+
+def limits_of(record: Record) -> Limits:
+    assert record.order.limits is not None  # ``read_offer`` saw to it
+    return record.order.limits
+
+
+def refuse_known(cells: Cells, sandbox: str, target: str) -> None:
+    """Raises AlreadyExists when it is here, HostLost when that is not decided yet."""
+    if sandbox not in cells:
+        return
+    making = cells.get(sandbox).making
+    if making is not None and not making.done():
+        raise HostLost(f"sandbox {sandbox} is just arriving on {target}: ask again")
+    raise AlreadyExists(f"sandbox {sandbox} is on {target}")
+
+
+async def image_here(resolve: Callable[[str, str], Awaitable[Image]], record: Record, target: str) -> Image:
+    """The same template on this host. Raises MoveUnsupported, TemplateNotFound."""
+    try:
+        image = await resolve(record.image.id, record.order.tenant)
+    except TemplateNotFound:
+        image = await resolve(record.order.template, record.order.tenant)
+    if image.id != record.image.id:
+        raise MoveUnsupported(f"{target} has another template {record.image.name!r}: build or import it there too")
+    return image
+
+
+async def rebuild(runtime: Runtime, spec: Spec, taken: Taken) -> Instance:
+    """The sandbox as it was, paused if it was; nothing is left when it fails."""
+    instance = await runtime.restore(spec, taken.snapshot)
+    if taken.paused:
+        try:
+            await instance.pause()
+        except BaseException:  # whatever it was, cancellation too: raised again below
+            await instance.kill()
+            raise
+        taken.record.state = "paused"
+    return instance
 
 
 # -- the archive
