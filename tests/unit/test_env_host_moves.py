@@ -8,13 +8,16 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tests.unit.environments import ADMIN, environment
 
 from venusrl.sandboxes.host import moves
 from venusrl.sandboxes.host.api import Address, Moving, Order
 from venusrl.sandboxes.host.errors import HostLost, MoveUnsupported
 from venusrl.sandboxes.host.local import HostConfig, LocalHost
 from venusrl.sandboxes.protocol import SandboxDenied, SandboxError
+from venusrl.sandboxes.templates.api import Image
 from venusrl.testing.agents import MemoryAgent
+from venusrl.testing.clock import VirtualClock
 from venusrl.testing.hosts import AdmitAll, FixedImages, PlainDoor
 from venusrl.testing.runtimes import FakeRuntime, Operation
 
@@ -151,3 +154,24 @@ def test_an_archive_stays_in_its_bounds(tmp_path: Path, kind: str) -> None:
     with pytest.raises(SandboxError, match="archive"):
         moves._unpack(tmp_path / "tar", tmp_path / "out", 1 << 20)
     assert not (tmp_path / "x").exists()
+
+
+async def test_a_drained_node_hands_its_sandboxes_to_the_other(tmp_path: Path) -> None:
+    """The whole way: the manager's API over two real hosts."""
+    sides = []
+    for name in ("host-1", "host-2"):
+        runtime = FakeRuntime(lambda spec: MemoryAgent(), name="namespace", world=tmp_path / name / "world")
+        images = FixedImages(Image("base-id", "base"))
+        config = HostConfig(name=name, guard_s=60.0)
+        host = LocalHost(tmp_path / name, {"namespace": runtime}, images, AdmitAll(), PlainDoor(), config)
+        await host.start()
+        sides.append(host)
+    async with environment(tmp_path, hosts=sides, clock=VirtualClock()) as env:  # type: ignore[arg-type]
+        made = {await env.create() for _ in range(2)}
+        status, answer, _ = await env.call("POST", "/nodes/host-1", {"status": "draining"}, X_Admin_Token=ADMIN)
+        assert (status, answer["stayed"]) == (200, {})
+        assert {record.host for record in env.book.records.values()} == {"host-2"}
+        assert {one.id for one in (await sides[1].status()).held} == made
+        assert (await sides[0].status()).held == ()
+    for host in sides:
+        await host.close()
