@@ -120,17 +120,3 @@ def test_sandboxes_on_a_node_that_joined(pair: Pair) -> None:
     with pytest.raises(Exception, match=r"(?i)drain|room|node"):
         e2b.Sandbox.create("host", timeout=60, **pair.options)
     assert sandbox.commands.run("echo still here").stdout == "still here\n"
-
-
-def test_a_node_that_is_silent_past_its_lease(pair: Pair) -> None:
-    sandbox = e2b.Sandbox.create("host", timeout=300, **pair.options)
-    pair.node.process.send_signal(signal.SIGSTOP)
-    try:
-        until(lambda: pair.status() == "lost" and not pair.sandboxes())
-    finally:
-        pair.node.process.send_signal(signal.SIGCONT)
-    with pytest.raises(e2b.NotFoundException):
-        e2b.Sandbox.connect(sandbox.sandbox_id, **pair.options)
-    until(lambda: pair.status() == "ready")
-    # What no record knows any more does not stay on the node.
-    until(lambda: pair.ask("GET", "/nodes/far")["sandboxCount"] == 0)
