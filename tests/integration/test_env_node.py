@@ -77,7 +77,7 @@ class Pair:
         return {one["id"]: one["node"] for one in self.ask("GET", "/admin/overview")["sandboxes"]}
 
     def status(self) -> str:
-        return {one["id"]: one["status"] for one in self.ask("GET", "/nodes")}["far"]
+        return str({one["id"]: one["status"] for one in self.ask("GET", "/nodes")}["far"])
 
 
 _FREE = "127.0.0.1:0"
