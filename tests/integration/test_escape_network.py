@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -36,6 +37,9 @@ while True:
 @pytest.fixture
 def outside() -> Iterator[None]:
     """A piece of "internet" beside this machine: a namespace with a server, routed like any other network."""
+    lacking = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
+    if lacking:
+        pytest.skip(f"{' and '.join(lacking)} not installed: apt-get install iproute2 nftables")
     commands = f"""
         ip netns add venusrl-test
         ip link add vt-test type veth peer name eth0 netns venusrl-test
