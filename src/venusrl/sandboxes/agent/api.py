@@ -104,8 +104,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Something that happened below a watched directory; ``name`` is relative to it. In a recursive watch, what was
-    made in a directory just when that was new may be told twice, never missed."""
+    """Something that happened below a watched directory; ``name`` is relative to it."""
 
     kind: Literal["create", "write", "remove", "rename", "chmod"]
     name: str

@@ -127,9 +127,10 @@ static bool handle(const char *root, const struct inotify_event *e, bool recursi
         return true; /* of a directory itself: its parent tells */
     char *name = below(directory, e->name);
     if (e->mask & (IN_CREATE | IN_MOVED_TO)) {
-        if (!forget_seen(name))
+        bool told = forget_seen(name); /* by a look into a new directory, which watches what it finds, too */
+        if (!told)
             tell(CREATE, name);
-        if (recursive && (e->mask & IN_ISDIR))
+        if (!told && recursive && (e->mask & IN_ISDIR))
             add(root, name, true, true);
     }
     if (e->mask & IN_MODIFY)
