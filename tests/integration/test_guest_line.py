@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import os
 import pty
 import random
@@ -20,6 +21,8 @@ from venusrl.sandboxes.agent.api import AgentError, Exit, Output, Settings
 from venusrl.sandboxes.agent.client import AgentClient, unix
 from venusrl.sandboxes.protocol import SandboxGone
 
+CUTS = 12
+
 
 @pytest.fixture
 async def inside(tmp_path: Path) -> AsyncIterator[Guest]:
@@ -34,7 +37,10 @@ async def cutting(inside: Guest, chance: random.Random) -> None:
 
 
 async def test_a_line_cut_again_and_again_loses_and_repeats_nothing(inside: Guest) -> None:
-    """Output of ten thousand lines, an echo of random bytes, commands, files, all at once, through many cuts."""
+    """Output of ten thousand lines, an echo of random bytes, commands, files, all at once, through many cuts.
+
+    The commands go on until there were `CUTS`: how many fit into the other work depends on the machine.
+    """
     body = os.urandom(2_000_000)
 
     async def lines() -> None:
@@ -61,17 +67,17 @@ async def test_a_line_cut_again_and_again_loses_and_repeats_nothing(inside: Gues
         assert b"".join([piece async for piece in inside.client.read(where, ME)]) == body
 
     async def commands() -> None:
-        for number in range(40):
-            ended = await all_of(await inside.client.start(shell(f"echo x >> count; exit {number}")))
-            assert ended.exit == Exit(number)
+        for number in itertools.count():
+            if number >= 40 and inside.connections - before > CUTS:
+                return
+            ended = await all_of(await inside.client.start(shell(f"echo x >> count; exit {number % 100}")))
+            assert ended.exit == Exit(number % 100)
 
     (inside.path.parent / "count").touch()
     before = inside.connections
     cutter = asyncio.create_task(cutting(inside, random.Random(4)))
     await asyncio.gather(lines(), echo(), files(), commands())
     cutter.cancel()
-    assert inside.connections - before > 10
-
 
 async def test_commands_through_cuts_run_exactly_once(inside: Guest, tmp_path: Path) -> None:
     cutter = asyncio.create_task(cutting(inside, random.Random(5)))
