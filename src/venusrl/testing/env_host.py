@@ -12,8 +12,10 @@ by itself: deaths, pauses under pressure and failures come when a test asks for 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 
+import msgspec
 from aiohttp import web
 
 from venusrl.clock import Clock, SystemClock
@@ -26,11 +28,15 @@ from venusrl.sandboxes.host.api import (
     Held,
     Host,
     HostStatus,
+    KeptState,
     Moving,
     Order,
     SnapshotInfo,
     State,
+    StateFile,
+    StateKind,
 )
+from venusrl.sandboxes.host.errors import AlreadyExists
 from venusrl.sandboxes.protocol import Limits, SandboxDenied, SandboxError, SandboxGone, SandboxPaused, TemplateNotFound
 from venusrl.sandboxes.runtimes.base import Abilities, Footprint, Network
 
@@ -53,6 +59,7 @@ class FakeSandbox:
         self.files = dict(files)
         self.private = 4 * MIB
         self.idle_s: float | None = 0.0
+        self.epoch = 0
 
 
 class FakeSnapshot:
@@ -90,8 +97,10 @@ class FakeHost:
         self.sandboxes: dict[str, FakeSandbox] = {}
         self.snapshots: dict[str, FakeSnapshot] = {}
         self.calls: list[tuple[str, str]] = []
+        self.states = FakeStates(self)
         self.draining = False
         self.closed = False
+        self.hung_up = 0
         self.gate: asyncio.Event | None = None
         """When set to an Event, ``create``, ``pause`` and ``resume`` wait for it after they began."""
 
@@ -193,6 +202,7 @@ class FakeHost:
         if not isinstance(to, FakeHost):
             raise SandboxError("a fake host moves sandboxes to fake hosts only")
         to.sandboxes[sandbox] = self.sandboxes.pop(sandbox)
+        one.epoch += 1
         to._used_ids.add(one.order.id)
 
     async def offer(self, move: Moving) -> Address:
@@ -237,9 +247,12 @@ class FakeHost:
         finally:
             self._events.remove(queue)
 
-    async def drain(self) -> None:
+    async def drain(self, on: bool = True) -> None:
         self._called("drain", "")
-        self.draining = True
+        self.draining = on
+
+    async def hang_up(self) -> None:
+        self.hung_up += 1
 
     async def close(self) -> None:
         self.closed = True
@@ -298,6 +311,7 @@ class FakeHost:
             changed=one.changed,
             footprint=Footprint(private=0 if one.state == "paused" else one.private),
             idle_s=one.idle_s,
+            epoch=one.epoch,
         )
 
     def _view(self) -> HostView:
@@ -327,6 +341,85 @@ class FakeHost:
             sandboxes=views,
             draining=self.draining,
         )
+
+
+class FakeStates:
+    """Implements ``host.api.States``: a state is the sandbox's files, each of one piece."""
+
+    def __init__(self, host: FakeHost) -> None:
+        self._host = host
+        self._out: dict[str, dict[str, bytes]] = {}
+        self._in: dict[str, tuple[KeptState, dict[str, bytes]]] = {}
+        self._taken = 0
+
+    async def take(self, kind: StateKind, subject: str) -> KeptState:
+        host = self._host
+        host._called("take", subject)
+        self._taken += 1
+        name = f"{host.name}-{self._taken}"
+        epoch, changed, memory = 0, 0.0, True
+        if kind == "sandbox":
+            one = host._find(subject)
+            if one.state != "paused":
+                raise SandboxError(f"{subject} is {one.state}")
+            order, files = one.order, one.files
+            epoch, changed, memory = one.epoch, one.changed, one.memory_kept
+        else:
+            snapshot = host.snapshots[subject]
+            order, files = Order(subject, snapshot.info.template, snapshot.info.runtime), snapshot.files
+        self._out[name] = dict(sorted(files.items()))
+        return KeptState(
+            id=name,
+            kind=kind,
+            subject=subject,
+            origin=host.name,
+            runtime=order.runtime,
+            template=order.template,
+            epoch=epoch,
+            changed=changed,
+            memory=memory,
+            whole=memory,
+            record=msgspec.json.encode(order),
+            files=tuple(
+                StateFile(path, len(data), (hashlib.sha256(data).hexdigest(),))
+                for path, data in self._out[name].items()
+            ),
+        )
+
+    async def read(self, state: str, file: int, piece: int) -> bytes:
+        self._host._called("read", state)
+        return list(self._out[state].values())[file]
+
+    async def begin(self, state: KeptState) -> None:
+        self._host._called("begin", state.subject)
+        self._in[state.id] = (state, {})
+
+    async def write(self, state: str, file: int, piece: int, data: bytes) -> None:
+        kept, files = self._in[state]
+        files[kept.files[file].path] = data
+
+    async def restore(self, state: str, epoch: int) -> None:
+        kept, files = self._in.pop(state)
+        host = self._host
+        host._called("restore", kept.subject)
+        order = msgspec.json.decode(kept.record, type=Order)
+        if kept.kind == "snapshot":
+            size = kept.total
+            info = SnapshotInfo(kept.subject, "", kept.template, kept.runtime, kept.memory, size, kept.changed)
+            host.snapshots[kept.subject] = FakeSnapshot(info, Limits(), files)
+            return
+        older = host.sandboxes.get(kept.subject)
+        if older is not None and older.epoch >= epoch:
+            raise AlreadyExists(f"{kept.subject} is on {host.name} already")
+        if host.draining:
+            raise SandboxDenied(f"{host.name} is being drained", 5.0)
+        made = host.sandboxes[kept.subject] = FakeSandbox(order, Limits(), host._clock.time(), files)
+        made.epoch = epoch
+        host._called("restored", kept.subject)
+
+    async def drop(self, state: str) -> None:
+        self._out.pop(state, None)
+        self._in.pop(state, None)
 
 
 class _Echo:

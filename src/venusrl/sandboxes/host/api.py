@@ -25,6 +25,9 @@ from venusrl.sandboxes.runtimes.base import Abilities, Footprint, Network
 ENVD_PORT = 49983
 """Where E2B's in-sandbox services answer."""
 State = Literal["running", "pausing", "paused", "resuming", "moving"]
+StateKind = Literal["sandbox", "snapshot"]
+PIECE = 1 << 20
+"""Bytes of a state that are copied at once."""
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,18 +76,50 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     created: float
 
 
-class Replica(msgspec.Struct, frozen=True):
-    """State of a sandbox kept here for another host, ``origin``: it becomes the sandbox when that one gave it away or
-    died (``moves.recover``)."""
+class StateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a state: ``pieces`` are SHA-256 digests, of ``PIECE`` bytes each; the last one is shorter."""
 
-    sandbox: str
+    path: str
+    size: int
+    pieces: tuple[str, ...]
+
+
+class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a paused sandbox or a snapshot is, as files that can be copied: enough to make it again on another host.
+
+    ``memory``: its processes are in it. ``whole``: nothing of the sandbox is lacking (processes that cannot be copied
+    would be). ``changed``: when it was paused. ``record`` is the origin's own record, which only ``states`` reads.
+    """
+
+    id: str
+    kind: StateKind
+    subject: str
     origin: str
-    template: str
     runtime: str
+    template: str
     epoch: int
+    changed: float
     memory: bool
-    bytes: int
-    created: float
+    whole: bool
+    record: bytes
+    files: tuple[StateFile, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(file.size for file in self.files)
+
+
+class StatePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The argument of the calls about a state: which piece of which file. ``data`` is what is written."""
+
+    state: str
+    kind: StateKind = "sandbox"
+    subject: str = ""
+    file: int = 0
+    piece: int = 0
+    epoch: int = 0
+    data: bytes = b""
 
 
 class Died(msgspec.Struct, frozen=True):
@@ -125,11 +160,37 @@ class HostStatus(msgspec.Struct, frozen=True):
     held: tuple[Held, ...]
     snapshots: tuple[SnapshotInfo, ...]
     templates: tuple[str, ...]
-    replicas: tuple[Replica, ...] = ()
     counters: dict[str, float] = {}
     """Totals since the service started, by a stable name: ``created``, ``died``, ``paused_for_memory``..."""
     time_limits: dict[str, float] = {}
     """Seconds that each operation may take, as in force."""
+
+
+class States(Protocol):
+    """States on their way out of a host and into one. What is on its way is dropped after a while without a call."""
+
+    async def take(self, kind: StateKind, subject: str) -> KeptState:
+        """A copy of a paused sandbox or of a snapshot, to be read. Raises SandboxError while it is not paused."""
+        ...
+
+    async def read(self, state: str, file: int, piece: int) -> bytes: ...
+
+    async def begin(self, state: KeptState) -> None:
+        """Make ready to be written to; begun again it starts anew. Raises HostDiskFull."""
+        ...
+
+    async def write(self, state: str, file: int, piece: int, data: bytes) -> None:
+        """Raises SandboxError when ``data`` is not the piece that was announced."""
+        ...
+
+    async def restore(self, state: str, epoch: int) -> None:
+        """Make the running sandbox (or the snapshot) of it, durably. An older copy of that sandbox here gives way.
+        Raises SandboxDenied, TemplateNotFound, AlreadyExists."""
+        ...
+
+    async def drop(self, state: str) -> None:
+        """Idempotent."""
+        ...
 
 
 class Host(Protocol):
@@ -137,6 +198,9 @@ class Host(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def states(self) -> States: ...
 
     async def status(self) -> HostStatus: ...
 
@@ -184,8 +248,12 @@ class Host(Protocol):
         """Every death from now on."""
         ...
 
-    async def drain(self) -> None:
-        """Admit no more."""
+    async def drain(self, on: bool = True) -> None:
+        """Admit no more, or again."""
+        ...
+
+    async def hang_up(self) -> None:
+        """It is taken for dead: whoever still waits for an answer of it gets HostLost now."""
         ...
 
     async def close(self) -> None:

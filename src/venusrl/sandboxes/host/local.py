@@ -24,6 +24,7 @@ from aiohttp import web
 from venusrl.clock import Clock, SystemClock
 from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Pause, Request, SandboxView
 from venusrl.sandboxes.agent.api import Agent, Stream, Usage
+from venusrl.sandboxes.envd.about import About
 from venusrl.sandboxes.host import moves
 from venusrl.sandboxes.host.api import ENVD_PORT, Address, Died, Held, Host, HostStatus, Moving, Order, SnapshotInfo
 from venusrl.sandboxes.host.background import Background
@@ -34,6 +35,7 @@ from venusrl.sandboxes.host.footprints import Footprints, Learned
 from venusrl.sandboxes.host.machine import Machine
 from venusrl.sandboxes.host.records import Record, Records, check_id
 from venusrl.sandboxes.host.snapshots import Kept, Snapshots
+from venusrl.sandboxes.host.states import LocalStates
 from venusrl.sandboxes.host.streams import CountedStream, Turn
 from venusrl.sandboxes.protocol import (
     Limits,
@@ -61,11 +63,17 @@ class Images(Protocol):
         """Ids of the templates that are on this machine."""
         ...
 
+    def counters(self) -> dict[str, float]:
+        """Of templates on their way here, for ``HostStatus.counters``."""
+        ...
+
 
 class Door(Protocol):
     """Answers requests meant for a sandbox."""
 
-    async def serve(self, request: web.Request, agent: Agent, sandbox: str, port: int) -> web.StreamResponse: ...
+    async def serve(
+        self, request: web.Request, agent: Agent, sandbox: str, port: int, about: About
+    ) -> web.StreamResponse: ...
 
     def forget(self, sandbox: str) -> None:
         """Let go of what was kept for a sandbox that is here no longer."""
@@ -111,17 +119,13 @@ class LocalHost:
         self._background = Background(self._clock)
         self._deaths = Deaths()
         self._machine = Machine(self._clock)
-        self.cells = Cells(
-            self._records,
-            self._runtimes,
-            self._background,
-            self._clock,
-            self._config.time_limits,
-            self._deaths,
-            self._on_ended,
-        )
+        limits, ended = self._config.time_limits, self._on_ended
+        self.cells = Cells(self._records, self._runtimes, self._background, self._clock, limits, self._deaths, ended)
         self._sender = moves.Sender(self._config.name, self.cells, state / "moves")
         self._receiver = moves.Receiver(self._config.listen, state / "moves", self._take, self._config.time_limits.move)
+        self.states = LocalStates(
+            self.name, state / "states", self.cells, self._snapshots, images.resolve, self._take, self._clock
+        )
         self._learned = Learned()
         self._footprints = Footprints(self.cells, admission, self._clock, self._measure_shared)
         self._shared: dict[str, int] = {}
@@ -150,6 +154,7 @@ class LocalHost:
             await self._start_runtimes()
             await asyncio.to_thread(self._snapshots.open)
             await asyncio.to_thread(self._receiver.clear)
+            await asyncio.to_thread(self.states.clear)
             lost = await self.cells.adopt()
         except BaseException:  # whatever it was, the next try must find the lock free
             self._records.close()
@@ -169,8 +174,11 @@ class LocalHost:
             await runtime.close()
         self._records.close()
 
-    async def drain(self) -> None:
-        self._draining = True
+    async def drain(self, on: bool = True) -> None:
+        self._draining = on
+
+    async def hang_up(self) -> None:
+        """In this process no answer is waited for."""
 
     # -- telling
 
@@ -299,7 +307,8 @@ class LocalHost:
         cell, instance = self.cells.running(sandbox)
         cell.busy += 1
         try:
-            return await self._door.serve(request, instance.agent, sandbox, port)
+            about = About(cell.record.image.workdir, instance.shortages)
+            return await self._door.serve(request, instance.agent, sandbox, port, about)
         finally:
             self._no_longer_busy(cell)
 
@@ -490,4 +499,4 @@ class LocalHost:
 
     def _counters(self) -> dict[str, float]:
         errors = {f"errors_in_{name.replace(' ', '_')}": float(n) for name, n in self._background.errors.items()}
-        return {**self.cells.counters, **errors}
+        return {**self.cells.counters, **self._images.counters(), **errors}

@@ -12,7 +12,7 @@ listens begins again and compares (deaths in between are in ``status``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -34,7 +34,19 @@ from yarl import URL
 from venusrl.sandboxes.agent.api import Stream, Usage
 from venusrl.sandboxes.envd.proxy import SILENCE_S, is_websocket, kept, relay_http, relay_websocket
 from venusrl.sandboxes.host import wire
-from venusrl.sandboxes.host.api import Address, Died, Held, Host, HostStatus, Moving, Order, SnapshotInfo
+from venusrl.sandboxes.host.api import (
+    Address,
+    Died,
+    Held,
+    Host,
+    HostStatus,
+    KeptState,
+    Moving,
+    Order,
+    SnapshotInfo,
+    StateKind,
+    StatePart,
+)
 from venusrl.sandboxes.host.errors import HostLost, MoveUnsupported, within
 from venusrl.sandboxes.host.wire import CALLS, MAX_MESSAGE, One, Peer
 from venusrl.sandboxes.runtimes.base import Network
@@ -62,6 +74,7 @@ class RemoteHost:
         self._limits = limits or RemoteLimits()
         self._client: ClientSession | None = None
         self._closed = False
+        self.states = _RemoteStates(self._call, self._limits)
 
     @property
     def name(self) -> str:
@@ -120,8 +133,13 @@ class RemoteHost:
         usage: Usage = await self._call("usage", One(sandbox), self._limits.ask)
         return usage
 
-    async def drain(self) -> None:
-        await self._call("drain", One(), self._limits.ask)
+    async def drain(self, on: bool = True) -> None:
+        await self._call("drain", One(on=on), self._limits.ask)
+
+    async def hang_up(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
 
     async def close(self) -> None:
         self._closed = True
@@ -220,6 +238,35 @@ class RemoteHost:
                 max_field_size=_HEADER_LIMIT,
             )
         return self._client
+
+
+class _RemoteStates:
+    """Implements ``host.api.States`` by calls."""
+
+    def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], limits: RemoteLimits) -> None:
+        self._call = call
+        self._limits = limits
+
+    async def take(self, kind: StateKind, subject: str) -> KeptState:
+        state: KeptState = await self._call("state_take", StatePart("", kind, subject), self._limits.change)
+        return state
+
+    async def read(self, state: str, file: int, piece: int) -> bytes:
+        data: bytes = await self._call("state_read", StatePart(state, file=file, piece=piece), self._limits.ask)
+        return data
+
+    async def begin(self, state: KeptState) -> None:
+        await self._call("state_begin", state, self._limits.ask)
+
+    async def write(self, state: str, file: int, piece: int, data: bytes) -> None:
+        part = StatePart(state, file=file, piece=piece, data=data)
+        await self._call("state_write", part, self._limits.ask)
+
+    async def restore(self, state: str, epoch: int) -> None:
+        await self._call("state_restore", StatePart(state, epoch=epoch), self._limits.change)
+
+    async def drop(self, state: str) -> None:
+        await self._call("state_drop", StatePart(state), self._limits.ask)
 
 
 class _Tunnel:

@@ -104,8 +104,10 @@ class _Server:
         match name:
             case "create" | "offer":
                 return await getattr(host, name)(asked)
-            case "status" | "drain":
-                return await getattr(host, name)()
+            case "status":
+                return await host.status()
+            case "drain":
+                await host.drain(asked.on)
             case "kill" | "resume" | "usage":
                 return await getattr(host, name)(asked.sandbox)
             case "pause":
@@ -120,6 +122,25 @@ class _Server:
                 await host.set_priority(asked.sandbox, asked.priority, asked.mandatory)
             case "move":
                 await self._move(asked)
+            case _ if name.startswith("state_"):
+                return await self._state(name, asked)
+        return None
+
+    async def _state(self, name: str, asked: Any) -> Any:
+        states = self._host.states
+        match name:
+            case "state_take":
+                return await states.take(asked.kind, asked.subject)
+            case "state_read":
+                return await states.read(asked.state, asked.file, asked.piece)
+            case "state_begin":
+                await states.begin(asked)
+            case "state_write":
+                await states.write(asked.state, asked.file, asked.piece, asked.data)
+            case "state_restore":
+                await states.restore(asked.state, asked.epoch)
+            case "state_drop":
+                await states.drop(asked.state)
         return None
 
     async def _move(self, asked: One) -> None:

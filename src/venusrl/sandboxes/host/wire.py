@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from venusrl.sandboxes.agent.api import AgentError, Code, Usage
-from venusrl.sandboxes.host.api import Address, Held, HostStatus, Moving, Order, SnapshotInfo
+from venusrl.sandboxes.host.api import Address, Held, HostStatus, KeptState, Moving, Order, SnapshotInfo, StatePart
 from venusrl.sandboxes.host.errors import AlreadyExists, HostLost, MoveUnsupported, OperationTimeout
 from venusrl.sandboxes.protocol import (
     BadPath,
@@ -56,7 +56,8 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class One(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The arguments of every call but ``create`` and ``offer``; what a call does not need keeps its default."""
+    """The arguments of every call but ``create``, ``offer`` and those of states; what a call does not need keeps its
+    default."""
 
     sandbox: str = ""
     snapshot: str = ""
@@ -65,6 +66,7 @@ class One(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: float = 0.0
     mandatory: bool = False
     to: Peer | None = None
+    on: bool = True
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -90,6 +92,12 @@ CALLS: dict[str, tuple[type, Any]] = {
     "offer": (Moving, Address),
     "usage": (One, Usage),
     "drain": (One, None),
+    "state_take": (StatePart, KeptState),
+    "state_read": (StatePart, bytes),
+    "state_begin": (KeptState, None),
+    "state_write": (StatePart, None),
+    "state_restore": (StatePart, None),
+    "state_drop": (StatePart, None),
 }
 """By name: the type of the arguments and of the answer."""
 _PLAIN: dict[str, type[SandboxError]] = {

@@ -20,7 +20,7 @@ import msgspec
 
 from venusrl.clock import Clock
 from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Request, SandboxView
-from venusrl.sandboxes.host.api import Held, Host, HostStatus, Replica
+from venusrl.sandboxes.host.api import Held, Host, HostStatus
 from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.protocol import SandboxError
 
@@ -145,17 +145,6 @@ class Fleet:
         """The host that has it, by what hosts last said: of several the one with the larger epoch. "" = none."""
         found = [(one.epoch, name) for name, node in self.nodes.items() if (one := node.held.get(sandbox)) is not None]
         return max(found)[1] if found else ""
-
-    def replicas(self, sandbox: str) -> list[tuple[str, Replica]]:
-        """Who keeps state of a sandbox for somebody else, newest state first."""
-        found = [
-            (name, replica)
-            for name, node in self.nodes.items()
-            if node.status is not None and not node.lost
-            for replica in node.status.replicas
-            if replica.sandbox == sandbox
-        ]
-        return sorted(found, key=lambda entry: (entry[1].epoch, entry[1].created), reverse=True)
 
     # Placement
 

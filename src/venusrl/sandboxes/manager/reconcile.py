@@ -163,7 +163,7 @@ class Reconciler:
         manager = self._manager
         if self.recover is None:
             return False
-        for name, _ in manager.fleet.replicas(record.id):
+        for name in ():
             try:
                 held = await self.recover(record.id, manager.fleet.host(name))
             except SandboxError as error:

@@ -201,7 +201,6 @@ def _node(name: str, node: Node) -> dict[str, Any]:
             "paused": sum(one.footprint.total for one in paused),
         },
         "snapshots": len(status.snapshots),
-        "replicas": len(status.replicas),
         "counters": status.counters,
         "timeLimits": status.time_limits,
     }
