@@ -140,6 +140,16 @@ async def test_T39_a_command_that_fails_keeps_what_it_said_and_why(sandboxes: E2
         await running
 
 
+async def test_a_limit_that_ended_a_command_is_known(sandboxes: E2BSandboxes) -> None:
+    sandbox = await sandboxes.create(PLAIN, LIMITS, {})
+    greedy = await sandboxes.run(sandbox, "head -c 3000000000 /dev/zero | tail | wc -c; exit 5")
+    assert (greedy.exit_code, greedy.out_of_memory, greedy.out_of_disk) == (5, True, False)
+    full = await sandboxes.run(sandbox, "head -c 3000000000 /dev/zero > /tmp/big")
+    assert (full.exit_code != 0, full.out_of_memory, full.out_of_disk) == (True, False, True)
+    innocent = await sandboxes.run(sandbox, "rm /tmp/big; exit 5")
+    assert (innocent.exit_code, innocent.out_of_memory, innocent.out_of_disk) == (5, False, False)
+
+
 async def test_refusals_have_their_types(server: Server, sandboxes: E2BSandboxes) -> None:
     with pytest.raises(TemplateNotFound):
         await sandboxes.create("nowhere", LIMITS, {})

@@ -15,6 +15,7 @@ from aiohttp import web
 from venusrl.sandboxes.agent.api import AgentError, Stream
 from venusrl.sandboxes.envd import streams
 from venusrl.sandboxes.envd.connect import STREAMING, frame
+from venusrl.sandboxes.envd.about import NOTHING
 from venusrl.sandboxes.envd.door import Door
 from venusrl.sandboxes.host.api import Host
 from venusrl.sandboxes.manager.gateway import Gateway, GatewayLimits, Route
@@ -33,6 +34,7 @@ class MemoryHost:
         self.agents: dict[str, MemoryAgent] = {}
         self.paused: set[str] = set()
         self.forwarded: list[web.Request] = []
+        self.about = NOTHING
 
     def _agent(self, sandbox: str) -> MemoryAgent:
         if sandbox in self.paused:
@@ -43,7 +45,7 @@ class MemoryHost:
 
     async def forward(self, request: web.Request, sandbox: str, port: int) -> web.StreamResponse:
         self.forwarded.append(request)
-        return await self.door.serve(request, self._agent(sandbox), sandbox, port)
+        return await self.door.serve(request, self._agent(sandbox), sandbox, port, self.about)
 
     async def connect(self, sandbox: str, port: int) -> Stream:
         return await self._agent(sandbox).connect(port)

@@ -10,14 +10,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from tests.unit.env_front import Front, front
 
 from venusrl.sandboxes.agent.api import Exit, Output
 from venusrl.sandboxes.envd import files, process, room, streams
+from venusrl.sandboxes.envd.about import About
 from venusrl.sandboxes.envd.connect import STREAMING, end_frame, frame
 from venusrl.sandboxes.envd.files import Bad, gunzipped, metadata, wants_gzip
 from venusrl.sandboxes.protocol import SandboxGone
+from venusrl.sandboxes.runtimes.base import Shortages
 from venusrl.testing.agents import Call
 
 
@@ -39,6 +42,55 @@ async def test_a_command_from_start_to_end() -> None:
         failed = await it.collect("process.Process/Start", shell("exit 3"))
         assert failed[-2]["event"]["end"]["exitCode"] == 3
         assert failed[-2]["event"]["end"]["error"] == "exit status 3"
+
+
+async def test_a_command_without_a_directory_runs_in_the_template_s() -> None:
+    async with front() as it:
+        it.agent.nodes["/srv"] = msgspec.structs.replace(it.agent.nodes["/tmp"])
+        it.host.about = About(workdir="/srv")
+        for asked, cwd in ((None, "/srv"), ("/tmp", "/tmp")):
+            message = {"process": {"cmd": "echo", **({"cwd": asked} if asked else {})}}
+            await it.collect("process.Process/Start", message)
+            assert list(it.agent.calls.values())[-1].spec.cwd == cwd
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "after", "cause"),
+    [
+        ("exit 137", Shortages(1), Shortages(2), "out_of_memory"),
+        ("exit 137", Shortages(2), Shortages(2), None),  # somebody else killed it
+        ("exit 0", Shortages(1), Shortages(2), None),  # what was killed did not fail the command
+        ("exit 1", Shortages(), Shortages(disk_full=True), "out_of_disk"),
+        ("exit 0", Shortages(), Shortages(disk_full=True), None),
+        ("exit 1", Shortages(1, disk_full=True), Shortages(2, disk_full=True), "out_of_memory"),
+    ],
+)
+async def test_a_limit_that_ended_a_command_is_told(
+    line: str, before: Shortages, after: Shortages, cause: str | None
+) -> None:
+    looks = iter((before, after))
+
+    async def look() -> Shortages:
+        return next(looks)
+
+    async with front() as it:
+        it.host.about = About(shortages=look)
+        end = (await it.collect("process.Process/Start", shell(line)))[-2]["event"]["end"]
+        assert end.get("cause") == cause
+        assert ("out of memory" in end.get("error", "")) == (cause == "out_of_memory")
+
+
+async def test_a_sandbox_that_cannot_be_looked_at_gives_no_verdict() -> None:
+    looks = iter((Shortages(),))
+
+    async def look() -> Shortages:
+        for short in looks:
+            return short
+        raise SandboxGone("it ended")
+
+    async with front() as it:
+        it.host.about = About(shortages=look)
+        assert "cause" not in (await it.collect("process.Process/Start", shell("exit 1")))[-2]["event"]["end"]
 
 
 def test_an_ending_by_signal_is_named() -> None:

@@ -122,6 +122,16 @@ async def test_an_image_without_the_user_gets_one(tmp_path: Path) -> None:
     assert view.find("tmp") is not None
 
 
+async def test_a_working_directory_that_an_image_only_names_is_made(tmp_path: Path) -> None:
+    templates = await make(tmp_path)
+    await templates.from_oci("", "named", layout(tmp_path / "i", [ROOT], WorkingDir="/srv/new"))
+    found = merged(await templates.resolve("named")).find("opt/new")  # through the image's own link
+    assert found is not None
+    assert found.node.kind == "directory"
+    with pytest.raises(BadTemplate, match="is a file"):
+        await templates.from_oci("", "wrong", layout(tmp_path / "j", [ROOT], WorkingDir="/bin/sh/x"))
+
+
 async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     templates = await make(tmp_path)
     own = await imported(templates, tmp_path, "a", "mine")

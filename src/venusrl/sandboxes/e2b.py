@@ -9,7 +9,8 @@ ended by a mark in their environment, output is capped here, a cancelled create 
 Idempotency-Key and removes what was made. Sandboxes live ``ttl_s`` at a time and are extended while this object is
 open: a driver that dies leaks none for longer.
 
-Not E2B's: limits a sandbox. Memory, processors and disk are the template's.
+Not E2B's: limits a sandbox. Memory, processors and disk are the template's. Whether a command ended for want of memory
+or disk is known of our own service only.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class E2BSandboxes:
         code, timed_out = 137, False
         args = ["/bin/sh", "-c", _WRAPPER, "sh", command, mark]
         marked = {**env, _MARK: mark.partition("=")[2]}
-        ended = False
+        ended, cause = False, ""
         try:
             async with asyncio.timeout(
                 timeout_s + _TIDY_S
@@ -194,7 +195,7 @@ class E2BSandboxes:
                     if isinstance(event, Printed):
                         output.feed(event.data)
                     elif isinstance(event, Ended):
-                        code, ended = event.code, True
+                        code, ended, cause = event.code, True, event.cause
         except TimeoutError:
             timed_out = True
         except SandboxGone:
@@ -204,7 +205,15 @@ class E2BSandboxes:
             if not ended and made.id in self._made:
                 await self._tidied(self._quietly(made, f"MARKED={_quoted(mark)}\n{_SWEEP}"))
         wall_s = time.monotonic() - began
-        return CommandResult(code, output.text(), output.dropped, wall_s, timed_out=timed_out)
+        return CommandResult(
+            code,
+            output.text(),
+            output.dropped,
+            wall_s,
+            timed_out=timed_out,
+            out_of_memory=cause == "out_of_memory" and not timed_out,
+            out_of_disk=cause == "out_of_disk" and not timed_out,
+        )
 
     async def _prepare(self, made: Made) -> None:
         """The directories that the protocol promises."""

@@ -57,9 +57,11 @@ class Printed(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The end of a command: ``code`` as a shell gives it."""
+    """The end of a command: ``code`` as a shell gives it. ``cause``: "out_of_memory", "out_of_disk" as our own service
+    says it, else ""."""
 
     code: int
+    cause: str = ""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -264,7 +266,7 @@ def _event(payload: bytes) -> Started | Printed | Ended | None:
         if kind == "data":
             return Printed(base64.b64decode(value.get("stdout") or value.get("stderr") or value.get("pty") or ""))
         if kind == "end":
-            return Ended(_code(value))
+            return Ended(_code(value), str(value.get("cause", "")))
     except (ValueError, KeyError, TypeError, StopIteration, AttributeError, binascii.Error) as error:
         raise SandboxError(f"the service sent what is no event of a process: {error}") from error
     return None

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from venusrl.sandboxes.admission.api import Admit, Deny, HostView, Pause, Request
 from venusrl.sandboxes.agent.api import Agent
+from venusrl.sandboxes.envd.about import About
 from venusrl.sandboxes.protocol import TemplateNotFound
 from venusrl.sandboxes.templates.api import Image
 
@@ -61,6 +62,9 @@ class FixedImages:
     def names(self) -> tuple[str, ...]:
         return tuple(image.id for image in self._images.values())
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
 
 class PlainDoor:
     """Implements ``host.local.Door``: says which sandbox and port a request came to, and echoes its body."""
@@ -68,7 +72,9 @@ class PlainDoor:
     def __init__(self) -> None:
         self.forgotten: list[str] = []
 
-    async def serve(self, request: web.Request, agent: Agent, sandbox: str, port: int) -> web.StreamResponse:
+    async def serve(
+        self, request: web.Request, agent: Agent, sandbox: str, port: int, about: About
+    ) -> web.StreamResponse:
         body = await request.read()
         return web.json_response(
             {

@@ -22,7 +22,7 @@ import msgspec
 
 from venusrl.sandboxes.agent.api import Agent
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
-from venusrl.sandboxes.runtimes.base import Abilities, Footprint, Network, Snapshot, Spec
+from venusrl.sandboxes.runtimes.base import Abilities, Footprint, Network, Shortages, Snapshot, Spec
 from venusrl.sandboxes.templates.api import Image
 
 Operation = Literal["create", "restore", "adopt", "pause", "resume", "snapshot", "set_network", "footprint", "kill"]
@@ -83,6 +83,7 @@ class FakeInstance:
         self._spec = spec
         self._agent = agent
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.short = Shortages()
 
     @property
     def spec(self) -> Spec:
@@ -124,6 +125,9 @@ class FakeInstance:
     async def footprint(self) -> Footprint:
         await self._runtime.reach("footprint", self._spec.id)
         return Footprint(private=self._state().private)
+
+    async def shortages(self) -> Shortages:
+        return self.short
 
     async def died(self) -> str:
         return await asyncio.shield(self.ended)

@@ -23,6 +23,7 @@ from aiohttp import ClientPayloadError, web
 
 from venusrl.sandboxes.agent.api import Agent, Exit, Output, ProcessSpec
 from venusrl.sandboxes.envd import connect, filesystem, process
+from venusrl.sandboxes.envd.about import NOTHING, About
 from venusrl.sandboxes.envd.answers import error_answer
 from venusrl.sandboxes.envd.connect import Fault
 from venusrl.sandboxes.envd.files import files
@@ -61,10 +62,10 @@ _REMEMBERING: dict[str, Remembering] = {
     "/filesystem.Filesystem/RemoveWatcher": filesystem.remove_watcher,
 }
 _STREAMING: dict[str, Streaming] = {
-    "/process.Process/Start": process.start,
     "/process.Process/Connect": process.connect,
     "/filesystem.Filesystem/WatchDir": filesystem.watch_dir,
 }
+_START = "/process.Process/Start"
 _CLIENT_STREAM = "/process.Process/StreamInput"
 
 
@@ -74,7 +75,9 @@ class Door:
     def __init__(self) -> None:
         self._rooms: dict[str, Room] = {}
 
-    async def serve(self, request: web.Request, agent: Agent, sandbox: str, port: int) -> web.StreamResponse:
+    async def serve(
+        self, request: web.Request, agent: Agent, sandbox: str, port: int, about: About = NOTHING
+    ) -> web.StreamResponse:
         """Answer one request. Raises SandboxGone, SandboxPaused before the answer has begun."""
         if port != ENVD_PORT:
             return await proxy(request, agent, sandbox, port)
@@ -82,7 +85,7 @@ class Door:
         if path in INTERNAL:
             return error_answer(404, f"{path} is not served")
         if path.startswith(("/process.Process/", "/filesystem.Filesystem/")):
-            return await self._call(request, agent, sandbox, path)
+            return await self._call(request, agent, sandbox, path, about)
         try:
             return await _plain(request, agent, path)
         except Fault as fault:
@@ -101,8 +104,10 @@ class Door:
         for sandbox in list(self._rooms):
             self.forget(sandbox)
 
-    async def _call(self, request: web.Request, agent: Agent, sandbox: str, path: str) -> web.StreamResponse:
-        streaming = path in _STREAMING or path == _CLIENT_STREAM
+    async def _call(
+        self, request: web.Request, agent: Agent, sandbox: str, path: str, about: About
+    ) -> web.StreamResponse:
+        streaming = path in _STREAMING or path in (_START, _CLIENT_STREAM)
         expected = connect.STREAMING if streaming else connect.UNARY
         if request.method != "POST":
             return web.Response(status=405, headers={"Allow": "POST"})
@@ -110,6 +115,8 @@ class Door:
             return web.Response(status=415, headers={"Accept-Post": expected})
         try:
             user = requested_user(request)
+            if path == _START:
+                return await process.start(agent, request, user, self._room(sandbox), about)
             if path in _STREAMING:
                 return await _STREAMING[path](agent, request, user, self._room(sandbox))
             limit = connect.deadline_s(request.headers)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from venusrl.sandboxes.agent.api import Agent, Exit, Output, Process, ProcessInfo, ProcessSpec, Size
 from venusrl.sandboxes.envd import messages
+from venusrl.sandboxes.envd.about import About, Verdict, verdict
 from venusrl.sandboxes.envd.connect import STREAMING, Fault, decode, end_frame, frame, frames, one_frame
 from venusrl.sandboxes.envd.room import Room
 from venusrl.sandboxes.envd.streams import ServerStream
@@ -37,15 +38,20 @@ _SIGNAL_NAMES = {1: "hangup", 2: "interrupt", 3: "quit", 4: "illegal instruction
 }
 
 
-def end_event(end: Exit) -> dict[str, Any]:
-    """How a process ended, in E2B's words."""
+_VERDICTS = {"out_of_memory": "out of memory", "out_of_disk": "no space left on the sandbox's disk"}
+
+
+def end_event(end: Exit, why: Verdict = "") -> dict[str, Any]:
+    """How a process ended, in E2B's words. ``cause`` is ours: E2B's clients ignore what they do not know."""
     if end.signal is not None:
         status = f"signal: {_SIGNAL_NAMES.get(end.signal, f'signal {end.signal}')}"
     else:
         status = f"exit status {end.code}"
     event: dict[str, Any] = {"exitCode": end.code, "exited": end.signal is None, "status": status}
     if end.code != 0:
-        event["error"] = status
+        event["error"] = f"{status} ({_VERDICTS[why]})" if why else status
+    if why:
+        event["cause"] = why
     return {"event": {"end": event}}
 
 
@@ -90,7 +96,7 @@ async def listing(agent: Agent, payload: bytes, _user: str) -> dict[str, Any]:
     return {"processes": [info(process) for process in await agent.processes()]}
 
 
-async def start(agent: Agent, request: web.Request, user: str, room: Room) -> web.StreamResponse:
+async def start(agent: Agent, request: web.Request, user: str, room: Room, about: About) -> web.StreamResponse:
     """The process ends with the client's deadline, not with its connection: the deadline holds without it too."""
     holder: list[Process] = []
 
@@ -103,14 +109,15 @@ async def start(agent: Agent, request: web.Request, user: str, room: Room) -> we
             args=(config.cmd, *(config.args or ())),
             user=user,
             env=config.envs or {},
-            cwd=config.cwd or "",
+            cwd=config.cwd or about.workdir,
             tag=asked.tag or "",
             stdin=asked.stdin and asked.pty is None,
             pty=None if asked.pty is None else size_of(asked.pty),
         )
+        before = await about.shortages()
         process = await agent.start(spec)
         holder.append(process)
-        async for event in _followed(process):
+        async for event in _followed(process, lambda end: verdict(about, before, end)):
             yield event
 
     async def kill() -> None:
@@ -195,11 +202,17 @@ def client_stream_answer(message: Any | None, fault: Fault | None) -> web.Respon
     return web.Response(body=body, headers={"Content-Type": STREAMING})
 
 
-async def _followed(process: Process) -> AsyncGenerator[Any, None]:
+async def _no_verdict(_end: Exit) -> Verdict:
+    return ""
+
+
+async def _followed(
+    process: Process, judge: Callable[[Exit], Awaitable[Verdict]] = _no_verdict
+) -> AsyncGenerator[Any, None]:
     try:
         yield {"event": {"start": {"pid": process.pid}}}
         async for event in process.events():
-            yield end_event(event) if isinstance(event, Exit) else data_event(event)
+            yield end_event(event, await judge(event)) if isinstance(event, Exit) else data_event(event)
     finally:
         await _detach(process)
 

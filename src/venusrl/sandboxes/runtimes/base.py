@@ -63,6 +63,14 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.private + self.kernel + self.files + self.swap
 
 
+class Shortages(msgspec.Struct, frozen=True):
+    """What a sandbox has been short of: ``memory_kills`` processes were ended by the kernel for want of memory since it
+    was made; ``disk_full`` = no further block or file fits now."""
+
+    memory_kills: int = 0
+    disk_full: bool = False
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """A sandbox's state at one instant, on disk: ``directory`` is self-contained but for the template's own files.
 
@@ -112,6 +120,10 @@ class Instance(Protocol):
     async def set_network(self, network: Network) -> None: ...
 
     async def footprint(self) -> Footprint: ...
+
+    async def shortages(self) -> Shortages:
+        """Cheap: looked at around every command. Raises SandboxGone, SandboxPaused."""
+        ...
 
     async def died(self) -> str:
         """Wait until the sandbox ends other than by ``kill``; the cause (out of memory, its PID 1 ended...)."""

@@ -127,9 +127,16 @@ def copy_base(layer: Path, root: Path = Path("/")) -> None:
     copier.finish()
 
 
-def provision(layers: list[Path], place: Path) -> Path | None:
-    """A layer with the default user and /tmp where they lack, else None. ``place`` does not exist yet."""
-    if Composer(place, tree.Merged(layers)).provide_user():
+def provision(layers: list[Path], place: Path, workdir: str = "") -> Path | None:
+    """A layer with the default user, /tmp and the working directory (root's, as Docker makes it) where they lack, else
+    None. ``place`` does not exist yet. Raises BadTemplate when ``workdir`` is a file."""
+    merged = tree.Merged(layers)
+    composer = Composer(place, merged)
+    changed = composer.provide_user()
+    if workdir and merged.find(merged.resolve(workdir)) is None:
+        composer.folder(workdir)
+        changed = True
+    if changed:
         return place
     shutil.rmtree(place)
     return None

@@ -132,6 +132,10 @@ class Templates:
         ready = [t for t in self.records.everything() if t.tags]
         return (HOST, *(word for t in ready for word in (t.id, *t.names)))
 
+    def counters(self) -> dict[str, float]:
+        """Nothing is counted here: what is on this machine need not be fetched."""
+        return {}
+
     def _image(self, template: Template, tag: str) -> Image:
         build = template.tags.get(tag)
         if build is None:
@@ -204,7 +208,7 @@ class Templates:
     def _based(self, build: Build, tenant: str, made: oci.Imported, start: Start | None, scratch: Path) -> Image:
         """An image of what was imported, with what every sandbox needs."""
         layers = [self.store.layer(digest).path for digest in made.layers]
-        extra = directory.provision([Path(path) for path in layers], scratch / "provision")
+        extra = directory.provision([Path(path) for path in layers], scratch / "provision", made.workdir)
         if extra is not None:
             layers.append(self.store.add(extra).path)
         return Image(
@@ -316,7 +320,7 @@ class Templates:
             self._say(build.id, level, message, step)
 
         builder = Builder(self.store, runtime, capture_of(runtime), self._rules.build, internet=self._internet)
-        async with self._making():
+        async with self.making():
             log("info", f"base: {request.from_image or request.from_template}", "base")
             base = await self._base_of(tenant, build, request)
             image = await builder.run(
@@ -416,7 +420,7 @@ class Templates:
     # -- within
 
     @asynccontextmanager
-    async def _making(self) -> AsyncIterator[None]:
+    async def making(self) -> AsyncIterator[None]:
         """``Store.making``, waited for off the event loop: a collection may be under way."""
         making = self.store.making()
         await asyncio.to_thread(making.__enter__)

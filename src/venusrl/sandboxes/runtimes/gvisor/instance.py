@@ -25,7 +25,7 @@ from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec, Settings
 from venusrl.sandboxes.agent.client import AgentClient
 from venusrl.sandboxes.agent.link import Connector
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
-from venusrl.sandboxes.runtimes.base import Footprint, Network, Snapshot, Spec
+from venusrl.sandboxes.runtimes.base import Footprint, Network, Shortages, Snapshot, Spec
 from venusrl.sandboxes.runtimes.gvisor.place import Place, Runsc
 from venusrl.sandboxes.runtimes.namespace import archive
 from venusrl.sandboxes.runtimes.namespace.instance import start_time
@@ -197,6 +197,15 @@ class GvisorInstance:
         except FileNotFoundError:
             raise SandboxGone(f"sandbox {self._spec.id} is no more") from None
         return Footprint(held.private, held.kernel, held.files, held.swap)
+
+    async def shortages(self) -> Shortages:
+        """Of the disk alone: runsc itself is what the kernel ends for want of memory, and its sandbox with it."""
+        self._require_alive()
+        try:
+            space = os.statvfs(self._place.disk)
+        except FileNotFoundError:
+            raise SandboxGone(f"sandbox {self._spec.id} is no more") from None
+        return Shortages(disk_full=space.f_bavail == 0 or space.f_favail == 0)
 
     async def died(self) -> str:
         return await asyncio.shield(self._died)

@@ -22,7 +22,7 @@ import msgspec
 from venusrl.sandboxes.agent.api import Agent, Settings
 from venusrl.sandboxes.agent.client import AgentClient, unix
 from venusrl.sandboxes.protocol import BadPath, RuntimeUnavailable, SandboxError, SandboxGone, SandboxPaused
-from venusrl.sandboxes.runtimes.base import Footprint, Network, Snapshot, Spec
+from venusrl.sandboxes.runtimes.base import Footprint, Network, Shortages, Snapshot, Spec
 from venusrl.sandboxes.runtimes.microvm import state
 from venusrl.sandboxes.runtimes.microvm.idle import IdleAgent, IdlePolicy
 from venusrl.sandboxes.runtimes.microvm.template import Made
@@ -249,6 +249,13 @@ class MicroVm:
             return Footprint()
         return await asyncio.to_thread(_footprint, vm)
 
+    async def shortages(self) -> Shortages:
+        """As the guest's own kernel counts: a command is ended inside, not by the host."""
+        agent = self.agent
+        counted = b"".join([piece async for piece in agent.read("/proc/vmstat", "root")])
+        usage = await agent.usage()
+        return Shortages(memory_kills(counted), usage.disk_used >= usage.disk_total)
+
     async def died(self) -> str:
         return await asyncio.shield(self._dead)
 
@@ -288,6 +295,15 @@ class MicroVm:
             await asyncio.gather(self._watch, return_exceptions=True)
         if self.vm is not None:
             await self.vm.let_go()
+
+
+def memory_kills(vmstat: bytes) -> int:
+    """The counter in a guest's /proc/vmstat, which is data of an enemy; 0 where it has none."""
+    for line in vmstat.splitlines():
+        name, _, value = line.partition(b" ")
+        if name == b"oom_kill" and value.isdigit() and len(value) < 19:
+            return int(value)
+    return 0
 
 
 def _fresh(directory: Path) -> None:

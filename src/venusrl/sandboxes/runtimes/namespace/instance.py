@@ -24,7 +24,7 @@ import msgspec
 
 from venusrl.sandboxes.agent.api import Agent, Settings
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
-from venusrl.sandboxes.runtimes.base import Footprint, Network, Snapshot, Spec
+from venusrl.sandboxes.runtimes.base import Footprint, Network, Shortages, Snapshot, Spec
 from venusrl.sandboxes.runtimes.namespace import archive, pageout
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
@@ -251,6 +251,17 @@ class NamespaceInstance:
             held = group.memory()
             return pageout.with_compressed_swap(Footprint(held.private, held.kernel, held.files, held.swap))
         except FileNotFoundError:
+            raise SandboxGone(f"sandbox {self._spec.id} ended") from None
+
+    async def shortages(self) -> Shortages:
+        self._require_alive()
+        group = self._maker.group(self._spec.id)
+        if group is None or self._base_or_none() is None:
+            return Shortages()  # nothing counts where there are no limits
+        try:
+            space = os.statvfs(self._disk())
+            return Shortages(group.oom_kills(), space.f_bavail == 0 or space.f_favail == 0)
+        except (FileNotFoundError, ProcessLookupError):
             raise SandboxGone(f"sandbox {self._spec.id} ended") from None
 
     async def died(self) -> str:
