@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from venusrl.sandboxes.manager import routes, routes_nodes, routes_templates, wire
+from venusrl.sandboxes.manager import routes, routes_layers, routes_nodes, routes_templates, wire
 from venusrl.sandboxes.manager.measures import CONTENT_TYPE, Measures
 from venusrl.sandboxes.manager.routes_nodes import CONNECT, JOIN_KEY, Connector
 from venusrl.sandboxes.manager.routes_templates import TEMPLATES
@@ -42,6 +42,7 @@ def build(
     routes.add(app)
     routes_templates.add(app)
     routes_nodes.add(app)
+    routes_layers.add(app)
     return app
 
 

@@ -14,16 +14,20 @@ from pathlib import Path
 
 import msgspec
 
+from venusrl.clock import SystemClock
 from venusrl.sandboxes.admission.api import Admission
 from venusrl.sandboxes.admission.footprint import FootprintAdmission, FootprintConfig
 from venusrl.sandboxes.envd.door import Door
 from venusrl.sandboxes.host.api import Host
-from venusrl.sandboxes.host.local import HostConfig, LocalHost
+from venusrl.sandboxes.host.local import HostConfig, Images, LocalHost
 from venusrl.sandboxes.manager.asks import Catalogue
 from venusrl.sandboxes.manager.errors import ManagerError
+from venusrl.sandboxes.manager.learnt import KeptFootprints
 from venusrl.sandboxes.runtimes.base import Runtime
+from venusrl.sandboxes.templates.fetch import FetchedTemplates, Origin
 from venusrl.sandboxes.templates.service import Templates
 
+LEARNED = "learned-footprints.json"
 RUNTIMES = ("namespace", "microvm", "gvisor")
 
 
@@ -34,6 +38,9 @@ class LocalParts(msgspec.Struct, frozen=True):
     admission: Admission
     catalogue: Catalogue
     templates: Templates | None = None
+    fetched: FetchedTemplates | None = None
+    """Where templates are another machine's."""
+    kept: KeptFootprints | None = None
 
 
 async def assemble(
@@ -45,16 +52,28 @@ async def assemble(
     overload: float | None = None,
     internet: bool = False,
     name: str = "local",
+    listen: str = "127.0.0.1",
+    origin: Origin | None = None,
 ) -> LocalParts:
-    """A started host, ``name`` being what it goes by. Raises RuntimeUnavailable, ManagerError."""
+    """A started host, ``name`` being what it goes by and ``listen`` the address at which sandboxes of other hosts
+    arrive. ``origin``: whose templates it runs; None = its own. Raises RuntimeUnavailable, ManagerError.
+    """
     runtimes = {one: _runtime(one, state / "runtimes" / one) for one in names}
     admission = FootprintAdmission(FootprintConfig() if overload is None else FootprintConfig(target=overload))
     templates = Templates(state / "templates", runtimes.get("namespace"))
     await templates.start(internet=internet)
-    config = HostConfig(name=name, memory=memory, reserve=reserve)
-    host = LocalHost(state / "host", runtimes, templates, admission, Door(), config)
-    await host.start()
-    return LocalParts(host, admission, templates, templates)
+    fetched = None if origin is None else FetchedTemplates(templates, origin)
+    images: Images = fetched or templates
+    config = HostConfig(name=name, memory=memory, reserve=reserve, listen=listen)
+    host = LocalHost(state / "host", runtimes, images, admission, Door(), config)
+    kept = KeptFootprints(state / LEARNED, admission, SystemClock())
+    kept.start()  # first: starting the host measures what it takes up
+    try:
+        await host.start()
+    except BaseException:  # whatever it was: nothing may go on writing
+        await kept.close()
+        raise
+    return LocalParts(host, admission, templates, templates, fetched, kept)
 
 
 def _runtime(name: str, state: Path) -> Runtime:

@@ -27,6 +27,7 @@ from venusrl.sandboxes.host.wire import Peer
 from venusrl.sandboxes.manager import tokens
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.local import LocalParts, assemble
+from venusrl.sandboxes.manager.origin import ServiceTemplates
 from venusrl.sandboxes.manager.records import NodeRecord
 from venusrl.sandboxes.manager.serve import address, beyond_loopback
 
@@ -91,6 +92,8 @@ class Node:
             reserve=config.reserve,
             internet=config.internet,
             name=self.name,
+            listen=host,
+            origin=ServiceTemplates(config.join, self.name, self._key),
         )
         try:
             await self._listen(host, port)
@@ -108,9 +111,13 @@ class Node:
         if self._runner is not None:
             await self._runner.cleanup()
         if self._local is not None:
+            if self._local.fetched is not None:
+                await self._local.fetched.close()
             await self._local.host.close()
             if self._local.templates is not None:
                 await self._local.templates.close()
+            if self._local.kept is not None:
+                await self._local.kept.close()
 
     def open_to_others(self) -> bool:
         return beyond_loopback(address(self.config.listen)[0])

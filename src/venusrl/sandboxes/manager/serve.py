@@ -102,6 +102,7 @@ class Server:
                 reserve=config.reserve,
                 overload=config.overload,
                 internet=config.settings.internet,
+                listen=host,
             )
         except BaseException:  # whatever it was: give back what was opened, and pass it on
             store.close()
@@ -195,6 +196,8 @@ class Server:
             await self.service.close()
             if self.local.templates is not None:
                 await self.local.templates.close()
+            if self.local.kept is not None:
+                await self.local.kept.close()
             self._unlock()
         return ended
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol, cast
 
 import msgspec
 import zstandard
@@ -26,11 +26,19 @@ from venusrl.sandboxes.templates.unpack import Bounds, decompressed, unpack
 _LEVEL = 3
 
 
-def send(store: Store, digest: str, target: IO[bytes]) -> None:
+class Target(Protocol):
+    """What an archive is written to."""
+
+    def write(self, data: bytes, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+def send(store: Store, digest: str, target: Target) -> None:
     """Write a layer to ``target``. Raises TemplateNotFound. Blocks."""
     root = Path(store.layer(digest).path)
     with (
-        zstandard.ZstdCompressor(level=_LEVEL).stream_writer(target, closefd=False) as packed,
+        zstandard.ZstdCompressor(level=_LEVEL).stream_writer(cast("IO[bytes]", target), closefd=False) as packed,
         tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as archive,
     ):
         twins: dict[tuple[int, int], str] = {}
