@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from venusrl.sandboxes.admission.calibration import Calibration, deviations, normal_quantile
-from venusrl.sandboxes.admission.learning import Learned, Row, bucket
+from venusrl.sandboxes.admission.learning import KeptProfile, Learned, Row, bucket
 
 MIB = 1 << 20
 
@@ -123,3 +125,67 @@ def test_forecasts_come_to_hold_as_often_as_they_claim(seed: int, scale: float) 
         calibration.measured(draws.gauss(0.0, scale), normal_quantile(target))
     assert (calibration.missed - missed) / (calibration.forecasts - forecasts) < 1.6 * target
     assert calibration.factor >= 1.0, "never below what theory asks for"
+
+
+def test_what_was_learned_is_known_again() -> None:
+    rng = random.Random(3)
+    learned = Learned()
+    for number in range(200):
+        live(learned, f"s{number}", rng.randrange(5, 50) * MIB, rng.randrange(20, 400))
+    again = Learned()
+    again.take_up(msgspec.json.decode(msgspec.json.encode(learned.kept(10)), type=dict[str, KeptProfile]))
+    profile = learned.profile("t")
+    assert profile is not None
+    profile.row(0.0)  # both have looked at everything they saw
+    for age_s in (0.0, 30.0, 100.0, 350.0):
+        assert row(again, age_s) == row(learned, age_s)
+    for each in (learned, again):  # and they go on alike
+        for number in range(40):
+            live(each, f"more{number}", 80 * MIB, 200)
+    assert row(again, 100.0) == row(learned, 100.0)
+
+
+def test_lives_that_go_on_are_counted_once() -> None:
+    def group_of_four(learned: Learned, moments: range) -> None:
+        for moment in moments:
+            for member in range(4):
+                learned.observe("t", "g", f"g{member}", float(moment), (10 + member) * MIB)
+
+    whole, before, after = Learned(), Learned(), Learned()
+    for learned in (whole, before):
+        for number in range(10):
+            live(learned, f"s{number}", 20 * MIB, 200)
+        group_of_four(learned, range(0, 60, 5))
+    after.take_up(before.kept(10))
+    for learned in (whole, after):
+        group_of_four(learned, range(60, 65, 5))  # the same class of ages as before
+    one, other = (msgspec.to_builtins(learned.kept(1)["t"])["buckets"] for learned in (whole, after))
+    assert one == other
+
+
+def test_the_templates_used_last_are_kept() -> None:
+    learned = Learned()
+    for template in ("a", "b", "c"):
+        learned.observe(template, "", f"in {template}", 0.0, MIB)
+    learned.observe("a", "", "another", 0.0, MIB)
+    assert list(learned.kept(2)) == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unit": 0.0},
+        {"unit": float("nan")},
+        {"seen": -1},
+        {"buckets": {0: (1.0,)}},
+        {"buckets": {-1: (1.0,) * 8}},
+        {"lags": ((1.0, 1.0),)},
+        {"pairs": (1.0, 0.0)},
+    ],
+)
+def test_what_cannot_be_a_profile_is_refused(change: dict[str, Any]) -> None:
+    learned = Learned()
+    learned.observe("t", "", "s", 0.0, MIB)
+    kept = learned.kept(1)["t"]
+    with pytest.raises(ValueError):  # noqa: PT011 - several messages
+        Learned().take_up({"t": msgspec.structs.replace(kept, **change)})

@@ -45,6 +45,10 @@ class Calibration:
         self.forecasts = 0
         self.missed = 0
 
+    def take_up(self, factor: float) -> None:
+        """Go on from the factor of an earlier process. What is out of range is taken for its nearest bound."""
+        self.factor = max(_LEAST, min(_MOST, factor))
+
     def measured(self, deviation: float, allowed: float) -> None:
         """A total came out ``deviation`` deviations above its mean; ``allowed`` was what the theory asked for."""
         self.forecasts += 1

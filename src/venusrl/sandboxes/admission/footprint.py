@@ -23,12 +23,13 @@ import msgspec
 from venusrl.sandboxes.admission.api import Admit, Deny, HostView, Pause, Request, SandboxView
 from venusrl.sandboxes.admission.calibration import Calibration, deviations, normal_quantile
 from venusrl.sandboxes.admission.guard import Guard, Thresholds, freed_by_pausing, order_of_pausing
-from venusrl.sandboxes.admission.learning import LOOKAHEADS, Learned
+from venusrl.sandboxes.admission.learning import LOOKAHEADS, KeptProfile, Learned
 from venusrl.sandboxes.admission.load import STEPS, Load, Newcomer, newcomer
 
 _SOONEST_S, _LATEST_S = 1.0, 60.0
 _NEVER_S = 3600.0
 _BUSY_CPUS = 0.95
+_MOST_TEMPLATES = 1000
 _GUESSED = 0.05
 """Forecasts with a larger share of declared sizes tell nothing of the learned ones: they are not checked."""
 
@@ -42,6 +43,13 @@ class FootprintConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: float = 0.001
     mandatory_reserve: float = 0.0
     guard: Thresholds = Thresholds()
+
+
+class KeptLearning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What outlives the process: the factor on headroom, and each template's profile."""
+
+    factor: float
+    profiles: dict[str, KeptProfile]
 
 
 class FootprintAdmission:
@@ -91,6 +99,15 @@ class FootprintAdmission:
     def relieve(self, host: HostView) -> tuple[Pause, ...]:
         self._load(host)  # so that forecasts are checked even when nothing is placed
         return self._guard.relieve(host)
+
+    def kept(self) -> KeptLearning:
+        """What an admission of a later process is to know (``take_up``)."""
+        return KeptLearning(self.calibration.factor, self.learned.kept(_MOST_TEMPLATES))
+
+    def take_up(self, kept: KeptLearning) -> None:
+        """Before anything is observed. Raises ValueError, knowing nothing more than before, when it makes no sense."""
+        self.learned.take_up(kept.profiles)
+        self.calibration.take_up(kept.factor)
 
     def forget(self, host: str) -> None:
         """A host left for good."""

@@ -71,6 +71,17 @@ class Row(msgspec.Struct, frozen=True):
     ahead: tuple[Ahead, ...]
 
 
+class KeptProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A profile as it outlives its process. ``buckets``: an age's class to its counts, in the order of
+    ``_Bucket.__slots__``; ``pairs`` and ``lags``: what correlations were summed from."""
+
+    unit: float
+    seen: int
+    buckets: dict[int, tuple[float, ...]]
+    pairs: tuple[float, float]
+    lags: tuple[tuple[float, float], ...]
+
+
 class Profile:
     """One template."""
 
@@ -91,6 +102,45 @@ class Profile:
     def together(self) -> float:
         """Correlation of two sandboxes of one group at one instant."""
         return self._pairs.value
+
+    def kept(self) -> KeptProfile:
+        """What is known, without the lives that go on: seen again, they are counted from the age they have then."""
+        buckets = {index: one.copy() for index, one in self._buckets.items()}
+        for group in self._groups.values():
+            for life in group.values():
+                here = buckets[life.bucket]
+                here.members = max(0.0, here.members - self._unit)
+            oldest = buckets[max(life.bucket for life in group.values())]
+            oldest.groups = max(0.0, oldest.groups - self._unit)
+        return KeptProfile(
+            unit=self._unit,
+            seen=self._seen,
+            buckets={index: one.counts() for index, one in buckets.items()},
+            pairs=self._pairs.sums(),
+            lags=tuple(lag.sums() for lag in self._lags),
+        )
+
+    @classmethod
+    def again(cls, kept: KeptProfile, half_life: float = HALF_LIFE) -> Profile:
+        """As it was kept. Raises ValueError when that cannot be a profile."""
+        numbers = [kept.unit, *kept.pairs, *(each for one in kept.buckets.values() for each in one)]
+        numbers += [each for lag in kept.lags for each in lag]
+        if (
+            not all(map(math.isfinite, numbers))
+            or kept.unit <= 0.0
+            or kept.seen < 0
+            or min(kept.buckets, default=0) < 0
+        ):
+            raise ValueError("counts of a profile are numbers, its unit is more than nothing")
+        if len(kept.lags) != len(LOOKAHEADS) or any(power <= 0.0 for _, power in (kept.pairs, *kept.lags)):
+            raise ValueError(f"a profile has {len(LOOKAHEADS)} lookaheads, each with some weight")
+        made = cls(half_life)
+        made._unit, made._seen = kept.unit, kept.seen
+        made._buckets = {index: _Bucket.of(counts) for index, counts in kept.buckets.items()}
+        made._pairs = _Correlation.of(kept.pairs)
+        made._lags = [_Correlation.of(lag) for lag in kept.lags]
+        made._rebuild()
+        return made
 
     def observe(self, group: str, sandbox: str, age_s: float, private: int) -> None:
         index = bucket(age_s)
@@ -273,7 +323,9 @@ class Learned:
         profile = self._profiles.get(template)
         if profile is None:
             profile = self._profiles[template] = Profile(self._half_life)
-        self._template_of[sandbox] = template
+        if sandbox not in self._template_of:
+            self._template_of[sandbox] = template
+            self._profiles[template] = self._profiles.pop(template)  # the templates used last stand last
         profile.observe(group, sandbox, age_s, private)
 
     def ended(self, sandbox: str) -> None:
@@ -283,6 +335,17 @@ class Learned:
 
     def profile(self, template: str) -> Profile | None:
         return self._profiles.get(template)
+
+    def kept(self, most: int) -> dict[str, KeptProfile]:
+        """What is to outlive the process: of the templates used last, at most ``most``."""
+        last = list(self._profiles)[-most:]
+        return {template: self._profiles[template].kept() for template in last}
+
+    def take_up(self, kept: dict[str, KeptProfile]) -> None:
+        """Know what an earlier process knew. Raises ValueError, nothing being taken up, when it makes no sense."""
+        self._profiles = {
+            template: Profile.again(profile, self._half_life) for template, profile in kept.items()
+        } | self._profiles
 
 
 class _Bucket:
@@ -299,6 +362,20 @@ class _Bucket:
         self.s1 += unit * value
         self.s2 += unit * value * value
         self.s3 += unit * value * value * value
+
+    @classmethod
+    def of(cls, counts: tuple[float, ...]) -> _Bucket:
+        """Raises ValueError."""
+        made = cls()
+        for name, value in zip(cls.__slots__, counts, strict=True):
+            setattr(made, name, value)
+        return made
+
+    def counts(self) -> tuple[float, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    def copy(self) -> _Bucket:
+        return _Bucket.of(self.counts())
 
     def scale(self, factor: float) -> None:
         for name in self.__slots__:
@@ -325,6 +402,15 @@ class _Correlation:
     def __init__(self, prior: float) -> None:
         self._products = _PRIOR_PAIRS * prior
         self._power = _PRIOR_PAIRS
+
+    @classmethod
+    def of(cls, sums: tuple[float, float]) -> _Correlation:
+        made = cls(0.0)
+        made._products, made._power = sums
+        return made
+
+    def sums(self) -> tuple[float, float]:
+        return self._products, self._power
 
     def add(self, one: float, other: float) -> None:
         self._products += one * other
