@@ -53,8 +53,10 @@ class Desk:
     def ask(self, trajectory: str, tokens: int = 1000, turn: int = 0, **extra: int) -> list[act.Action]:
         return self.tell(ev.TurnRequested(trajectory, turn, tokens, 0, 500, **extra))
 
-    def end(self, trajectory: str, generated: int = 10, turn: int = 0, after: float = 1.0) -> list[act.Action]:
-        finished = ev.TurnFinished(trajectory, turn, generated, 0, StopReason.STOP)
+    def end(
+        self, trajectory: str, generated: int = 10, turn: int = 0, after: float = 1.0, cached: int = 100_000
+    ) -> list[act.Action]:
+        finished = ev.TurnFinished(trajectory, turn, generated, cached, StopReason.STOP)
         return self.tell(finished, ev.ToolStarted(trajectory, turn), after=after)
 
     def complete(self, trajectory: str) -> list[act.Action]:
@@ -132,6 +134,48 @@ def test_a_gap_keeps_its_kv_while_that_pays_and_yields_it_afterwards() -> None:
     assert of(desk.ask("g0/0", 2_100, turn=60), act.Hold) == [("g0/0", "kv")]
     desk.end("g0/1")
     assert sent(desk.complete("g0/1")) == [("g0/0", "w", "frontier")]
+
+
+def test_kv_that_the_engine_no_longer_has_is_struck_from_the_books() -> None:
+    """Who idled longer than one that is gone is gone as well, and finds no place kept for it."""
+    desk = Desk(pacing=False)
+    desk.up("w", 10_000, DEAR)
+    held = desk.policy.room.ledger.held
+    for name in ("g0/0", "g0/1", "g1/0"):
+        desk.ask(name, 2_000)
+        desk.end(name)
+    desk.ask("g0/1", 2_100, turn=1)
+    desk.end("g0/1", turn=1, cached=2_000)
+    assert [name for name in ("g0/0", "g0/1", "g1/0") if held(name)] == ["g0/0", "g0/1", "g1/0"]
+    desk.ask("g1/0", 2_100, turn=1)
+    desk.end("g1/0", turn=1, cached=32)
+    assert [name for name in ("g0/0", "g0/1", "g1/0") if held(name)] == ["g0/1", "g1/0"]
+    assert sent(desk.ask("g0/0", 2_100, turn=1)) == [("g0/0", "w", "frontier")], "it enters anew"
+
+
+def test_a_flush_voids_what_idles_and_a_turn_through_new_weights_leaves_nothing() -> None:
+    desk = Desk(pacing=False)
+    desk.up("w", 10_000, DEAR)
+    for name in ("g0/0", "g0/1"):
+        desk.ask(name, 2_000)
+    desk.end("g0/0")
+    desk.tell(ev.WorkerAcknowledged("w", 0, flushed=True))
+    held = desk.policy.room.ledger.held
+    assert held("g0/0") is None
+    assert held("g0/1") is not None, "it runs on with what it has"
+    desk.tell(ev.TurnFinished("g0/1", 0, 10, 0, StopReason.STOP, leaves_kv=False))
+    assert held("g0/1") is None
+    assert desk.policy.room.ledger.books["w"].used == 0
+
+
+def test_costs_learned_later_are_priced_with_from_then_on() -> None:
+    desk = Desk()
+    desk.up("w", costs=None)
+    desk.tell(ev.WorkerCalibrated("w", COSTS))
+    assert desk.scheduler.fleet.workers["w"].costs == COSTS
+    assert desk.policy.lengths.token_s == COSTS.step_s(8, 5_000)
+    desk.tell(ev.WorkerCalibrated("gone", COSTS))
+    assert desk.scheduler.late_events == 1
 
 
 def test_a_lost_worker_sends_its_residents_to_the_queue() -> None:

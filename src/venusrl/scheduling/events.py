@@ -45,6 +45,13 @@ class WorkerMeasured(_Event, frozen=True):
     kv_used: int
 
 
+class WorkerCalibrated(_Event, frozen=True):
+    """What the worker's work takes, learned from its turns: replaces what was believed."""
+
+    worker: str
+    costs: EngineCosts
+
+
 class WorkerDraining(_Event, frozen=True):
     """New weights wait for the worker's running turns to end: it takes no further turn until it
     acknowledges a version (or comes up again). A turn may go to another worker meanwhile."""
@@ -53,10 +60,11 @@ class WorkerDraining(_Event, frozen=True):
 
 
 class WorkerAcknowledged(_Event, frozen=True):
-    """The worker now generates with ``version``."""
+    """The worker now generates with ``version``. ``flushed``: no later turn finds the KV that idles there."""
 
     worker: str
     version: int
+    flushed: bool = False
 
 
 # --- versions and batches -------------------------------------------------------------------------
@@ -142,13 +150,16 @@ class TokensGenerated(_Event, frozen=True):
 
 
 class TurnFinished(_Event, frozen=True):
-    """``stop`` is ABORT after a ``Preempt``; the turn is then requested again with ``resumed``."""
+    """``stop`` is ABORT after a ``Preempt``; the turn is then requested again with ``resumed``. ``cached_tokens``: of
+    its context, found in the worker's cache. ``leaves_kv``: whether a later turn there may find what it computed (not
+    when new weights came meanwhile)."""
 
     trajectory: str
     turn: int
     generated: int
     cached_tokens: int
     stop: StopReason
+    leaves_kv: bool = True
 
 
 class KVTransferred(_Event, frozen=True):
@@ -160,8 +171,11 @@ class KVTransferred(_Event, frozen=True):
 
 
 class ToolStarted(_Event, frozen=True):
+    """``tool``: what runs, of a bounded set of names; empty where nobody knows."""
+
     trajectory: str
     turn: int
+    tool: str = ""
 
 
 class ToolFinished(_Event, frozen=True):
@@ -224,6 +238,7 @@ Event = (
     | WorkerUp
     | WorkerDown
     | WorkerMeasured
+    | WorkerCalibrated
     | WorkerDraining
     | WorkerAcknowledged
     | VersionPublished

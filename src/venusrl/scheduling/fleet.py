@@ -61,6 +61,13 @@ class Fleet:
         self.changes += 1
         return True
 
+    def calibrate(self, name: str, costs: EngineCosts) -> bool:
+        """What its work takes became known, or known better. False if there is no such worker."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.costs = costs
+        return worker is not None
+
     def drain(self, name: str) -> bool:
         worker = self.workers.get(name)
         if worker is None:

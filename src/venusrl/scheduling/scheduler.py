@@ -82,6 +82,7 @@ class Scheduler:
             ev.WorkerUp: self._on_worker_up,
             ev.WorkerDown: lambda e: self.fleet.down(e.worker),
             ev.WorkerMeasured: _nothing,
+            ev.WorkerCalibrated: lambda e: self._known(self.fleet.calibrate(e.worker, e.costs)),
             ev.WorkerDraining: lambda e: self._known(self.fleet.drain(e.worker)),
             ev.WorkerAcknowledged: lambda e: self._known(self.fleet.acknowledge(e.worker, e.version)),
             ev.VersionPublished: self._on_version_published,

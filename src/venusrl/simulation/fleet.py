@@ -73,6 +73,7 @@ class Fleet:
         self.servers = {engine.name: Server(engine) for engine in spec.engines}
         self._core = core
         self._spec = spec
+        self._flushes = spec.stale_kv == "flush" or spec.weight_update == "abort"
         self._failures = failures
         self._seed = seed
         self._turns = turns
@@ -231,7 +232,7 @@ class Fleet:
         self._core.worked()
         server.version = version
         server.loading = False
-        if self._spec.stale_kv == "flush" or self._spec.weight_update == "abort":
+        if self._flushes:
             server.engine.cache.flush()
         if version < self.published:
             self._load(server)
@@ -248,7 +249,7 @@ class Fleet:
         """The workers that took weights at this instant say so together."""
         self._core.popped += 1
         loaded, self._loaded_now = [s for s in self._loaded_now if s.up], []
-        self._core.report(*(ev.WorkerAcknowledged(s.engine.name, s.version) for s in loaded))
+        self._core.report(*(ev.WorkerAcknowledged(s.engine.name, s.version, self._flushes) for s in loaded))
 
     # --- deaths -----------------------------------------------------------------------------------------------
     def _schedule_death(self, server: Server) -> None:

@@ -331,7 +331,7 @@ class VirtualRun:
         turn, episode.turn, episode.resumed = episode.turn, episode.turn + 1, 0
         if self.workload.growth != (0, 0):
             episode.context += self._random.randint(*self.workload.growth)
-        self.report(ev.TurnFinished(episode.name, turn, 10, 0, StopReason.STOP))
+        self.report(ev.TurnFinished(episode.name, turn, 10, self._cached(episode), StopReason.STOP))
         self._after_turn(episode)
 
     def _preempt(self, episode: Episode, action: act.Preempt) -> None:
@@ -342,8 +342,13 @@ class VirtualRun:
         self._leave_engine(episode)
         episode.aborts += 1
         episode.resumed = min(9, episode.resumed + 1)
-        self.report(ev.TurnFinished(episode.name, episode.turn, episode.resumed, 0, StopReason.ABORT))
+        cached = self._cached(episode)
+        self.report(ev.TurnFinished(episode.name, episode.turn, episode.resumed, cached, StopReason.ABORT))
         self._request(episode)
+
+    def _cached(self, episode: Episode) -> int:
+        """All that an engine can have found, or now and then nothing of it."""
+        return 0 if self._random.random() < 0.1 else episode.context
 
     def _moved(self, episode: Episode, worker: str) -> None:
         if not episode.over:

@@ -48,6 +48,8 @@ class Lengths:
     def observe(self, event: Event, view: View) -> None:
         self.predictor.observe(event, view.now)
         match event:
+            case ev.WorkerCalibrated(worker=worker, costs=costs) if worker in view.workers:
+                self.token_s = costs.step_s(_BATCH, view.workers[worker].kv_capacity / 2)
             case ev.WorkerUp(costs=costs, kv_capacity=capacity) if costs is not None:
                 self.token_s = costs.step_s(_BATCH, capacity / 2)
             case ev.TurnFinished(trajectory=name, generated=generated):

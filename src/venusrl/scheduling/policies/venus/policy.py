@@ -17,7 +17,7 @@ generate beyond expectation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from venusrl.scheduling import events as ev
 from venusrl.scheduling.actions import CreateSandbox, Dispatch, Hold, Migrate, ReleaseKV
@@ -81,8 +81,10 @@ class Venus(Policy):
         match event:
             case ev.TurnRequested(trajectory=name):
                 self.room.end_gap(name, view.now)
-            case ev.TurnFinished(trajectory=name, generated=generated, stop=stop):
-                self._turn_finished(name, generated, view, aborted=stop is StopReason.ABORT)
+            case ev.TurnFinished(trajectory=name):
+                self._give_up(self.room.missed(name, event.cached_tokens))
+                self._turn_finished(name, event.generated, view, aborted=event.stop is StopReason.ABORT)
+                self._give_up(() if event.leaves_kv else (name,))
             case ev.TurnDispatched(trajectory=name, worker=worker):
                 self._turn_dispatched(name, worker)
             case ev.VerificationStarted(trajectory=name):
@@ -102,7 +104,8 @@ class Venus(Policy):
                 self._look_at(worker)
             case ev.WorkerDown(worker=worker):
                 self._worker_down(worker)
-            case ev.WorkerAcknowledged(worker=worker):
+            case ev.WorkerAcknowledged(worker=worker, flushed=flushed):
+                self._give_up(self.room.flushed(worker) if flushed else ())
                 self._least.pop(worker, None)
                 self._look_at(worker)
             case ev.TrajectoryFinished() | ev.TrajectoryFailed() | ev.GroupOpened() | ev.GroupClosed():
@@ -121,6 +124,14 @@ class Venus(Policy):
             self.room.begin_gap(name, tokens, view.now, worker)
         if holding is not None:
             self._look_at(holding.worker)
+
+    def _give_up(self, trajectories: Iterable[str]) -> None:
+        """Their KV is gone, as the engine says: those that wait for room at home wait for any room."""
+        for name in trajectories:
+            self._look_at(self.room.drop(name))
+            turn = self.waiting.unseat(name)
+            if turn is not None:
+                self._joins(turn)
 
     def _turn_dispatched(self, name: str, worker: str) -> None:
         """Somebody else may have sent it elsewhere."""
@@ -417,6 +428,7 @@ class Venus(Policy):
             computed = max(0, tokens - holding.tokens)
         else:
             computed = self.admission.need(turn, worker.name) - reserve
+        self.room.expect(name, worker.name)
         self.room.ledger.start(name, turn.group, worker.name, tokens, turn.shared_prefix, reserve)
         self.admission.sent(turn, worker, computed, self._now)
         self.relief.sent(turn, self._now)

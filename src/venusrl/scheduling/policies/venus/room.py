@@ -20,6 +20,8 @@ _RECOMPUTE_S = 20.0
 _BATCH, _FILLED = 8, 0.8
 """A worker under load: sequences that decode, share of the KV that is read."""
 _LEAST_WORTH = 0.05
+_PAGE = 64
+"""Tokens by which engines may find less than is there: they cache whole pages."""
 
 
 class Room:
@@ -33,6 +35,10 @@ class Room:
         self._timers: list[tuple[float, int, str]] = []
         self._since: dict[str, tuple[float, int]] = {}
         """Since when trajectories are in a gap, with the number of that gap."""
+        self._idled: dict[str, int] = {}
+        """The number of their last gap, in it or since."""
+        self._expected: dict[str, tuple[int, int]] = {}
+        """What running turns should have found of their group's prefix and of their own."""
         self._spare: dict[str, dict[str, None]] = {}
         self._spare_tokens: dict[str, int] = {}
         self._count = 0
@@ -42,6 +48,7 @@ class Room:
         """Its turn ended with ``tokens`` of context; a tool call follows."""
         self._count += 1
         self._since[trajectory] = (now, self._count)
+        self._idled[trajectory] = self._count
         holding = self.ledger.stop(trajectory, tokens)
         if holding is None or worker is None:
             return
@@ -94,6 +101,29 @@ class Room:
             return -(now - since[0])
         return self._holds.value(now - since[0], recompute_s(worker, holding.tokens))
 
+    # --- what the engine says ---------------------------------------------------------------------------
+    def expect(self, trajectory: str, worker: str) -> None:
+        """Its turn goes to the worker (before the ledger is told): what is held there, it should find."""
+        holding = self.ledger.held(trajectory)
+        if holding is not None and holding.worker == worker:
+            self._expected[trajectory] = (holding.prefix, holding.own)
+        else:
+            self._expected.pop(trajectory, None)
+
+    def missed(self, trajectory: str, cached: int) -> list[str]:
+        """Its turn found ``cached`` tokens. Had most of its own KV gone, so has what idled on that worker for longer
+        (an engine evicts least recently used first, and a flush takes all): whose that is."""
+        prefix, own = self._expected.pop(trajectory, (0, 0))
+        holding, number = self.ledger.held(trajectory), self._idled.get(trajectory)
+        if holding is None or number is None or cached + _PAGE >= prefix + own / 2:
+            return []
+        idle = self.ledger.books[holding.worker].idle
+        return [name for name in idle if self._idled.get(name, number + 1) < number]
+
+    def flushed(self, worker: str) -> list[str]:
+        """All that idles there is void: whose that was."""
+        return list(self.ledger.books[worker].idle) if worker in self.ledger.books else []
+
     # --- room -------------------------------------------------------------------------------------------
     def spare(self, worker: str) -> int:
         """Tokens there that nobody needs soon (at least)."""
@@ -133,7 +163,8 @@ class Room:
 
     def forget(self, trajectory: str) -> str | None:
         """It is over."""
-        self._since.pop(trajectory, None)
+        for table in (self._since, self._idled, self._expected):
+            table.pop(trajectory, None)
         return self.drop(trajectory)
 
     def _keep(self, trajectory: str) -> None:
