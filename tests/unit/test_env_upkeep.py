@@ -196,7 +196,7 @@ async def test_only_who_may_is_woken_by_traffic(tmp_path: Path) -> None:
 async def test_a_lost_node_takes_its_running_sandboxes_and_keeps_its_paused_ones(tmp_path: Path) -> None:
     clock = VirtualClock()
     hosts = fake_hosts(clock, 2)
-    async with environment(tmp_path, hosts=hosts, clock=clock, grace_s=5.0) as env:
+    async with environment(tmp_path, hosts=hosts, clock=clock, grace_s=5.0, node_grace_s=15.0) as env:
         running, paused = await env.create(timeout=9000), await env.create(timeout=9000)
         await env.call("POST", f"/sandboxes/{paused}/pause", {})
         hosts[0].fail("status", HostLost("no answer"), times=40)

@@ -48,6 +48,9 @@ def serve(
     overload: Annotated[float | None, typer.Option(help="Probability of overload that is accepted.")] = None,
     max_timeout: Annotated[float, typer.Option(help="Longest time to live that may be asked for, seconds.")] = 86400.0,
     internet: Annotated[bool, typer.Option(help="Whether sandboxes that say nothing may reach the internet.")] = False,
+    node_grace: Annotated[float, typer.Option(help="Seconds of silence after which a node is lost.")] = 60.0,
+    replicas: Annotated[Path | None, typer.Option(help="Directory for copies of paused sandboxes, snapshots.")] = None,
+    replicas_mib: Annotated[int | None, typer.Option(help="What it may take. Default: what its disk has.")] = None,
     kill_on_exit: Annotated[bool, typer.Option("--kill-on-exit", help="End every sandbox at the end.")] = False,
     json_output: _Json = False,
 ) -> None:
@@ -72,7 +75,9 @@ def serve(
         memory=None if memory_mib is None else memory_mib << 20,
         reserve=None if reserve_mib is None else reserve_mib << 20,
         overload=overload,
-        settings=Settings(runtime=names[0], max_timeout_s=max_timeout, internet=internet),
+        settings=Settings(runtime=names[0], max_timeout_s=max_timeout, internet=internet, node_grace_s=node_grace),
+        replicas=None if replicas is None else replicas.absolute(),
+        replicas_bytes=None if replicas_mib is None else replicas_mib << 20,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(_serve(Server(config, connect=node.connect), kill_on_exit, json_output))

@@ -13,13 +13,22 @@ import msgspec
 
 from venusrl.sandboxes.admission.api import Deny, Request, SandboxView
 from venusrl.sandboxes.host.api import Order
+from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.manager import lifecycle
 from venusrl.sandboxes.manager.errors import Busy, Invalid
 from venusrl.sandboxes.manager.records import Egress, Record, SnapshotRecord
-from venusrl.sandboxes.protocol import Limits
+from venusrl.sandboxes.protocol import (
+    HostDiskFull,
+    Limits,
+    RuntimeUnavailable,
+    SandboxDenied,
+    TemplateNotFound,
+)
 from venusrl.sandboxes.templates.api import Image
 
 MIB = 1 << 20
+NOT_HERE = (SandboxDenied, HostDiskFull, RuntimeUnavailable, TemplateNotFound, HostLost, OSError)
+"""What one host may refuse and another not."""
 GROUP, PRIORITY, MANDATORY, RUNTIME = "venusrl.group", "venusrl.priority", "venusrl.mandatory", "venusrl.runtime"
 """Metadata keys by which a scheduler says what matters."""
 
@@ -33,7 +42,8 @@ class Catalogue(Protocol):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What an operator may choose. ``internet``: for sandboxes that say nothing of it.
+    """What an operator may choose. ``internet``: for sandboxes that say nothing of it. ``grace_s``: how long what no
+    record knows is left alone on a host. ``node_grace_s``: how long a node may be silent before it is taken for lost.
 
     ``history_s``: how long ended sandboxes and repeated requests are remembered."""
 
@@ -44,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True):
     internet: bool = False
     turn_s: float = 60.0
     grace_s: float = 60.0
+    node_grace_s: float = 60.0
     history_s: float = 86400.0
     sample_s: float = 5.0
     refresh_s: float = 1.0

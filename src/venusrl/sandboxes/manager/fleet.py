@@ -5,8 +5,9 @@ two requests at once do not get the same room).
 
 Must not know: records, keys, HTTP.
 
-Guarantees: a host that has not answered for ``lease_s`` is lost until it answers again; the admission policy sees every
-sandbox once, those just placed included; asking a host for its status takes bounded time.
+Guarantees: a host that has not answered for ``lease_s`` takes nothing new, one that has not for ``grace_s`` is lost
+until it answers again; the admission policy sees every sandbox once, those just placed included; asking a host for its
+status takes bounded time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from venusrl.sandboxes.protocol import SandboxError
 
 _log = logging.getLogger(__name__)
 _NO_HOST_RETRY_S = 5.0
-Health = Literal["joining", "ready", "draining", "lost"]
+_LEASE_S = 15.0
+Health = Literal["joining", "ready", "draining", "silent", "lost"]
 
 
 class Node:
@@ -42,7 +44,10 @@ class Node:
         self.asked = now
         """When its last status was asked for."""
         self.failure = ""
+        self.silent = False
+        """It has not answered lately: it takes nothing new."""
         self.lost = False
+        """It has not for so long that it is taken for dead."""
         self.draining = False
         self.placed: dict[str, tuple[float, SandboxView]] = {}
         self.removed: dict[str, float] = {}
@@ -54,11 +59,13 @@ class Node:
             return "lost"
         if self.status is None:
             return "joining"
+        if self.silent:
+            return "silent"
         return "draining" if self.draining or self.status.view.draining else "ready"
 
     def view(self) -> HostView | None:
         """Its last view, with what was decided since. None while it cannot take anything."""
-        if self.status is None or self.lost:
+        if self.status is None or self.silent or self.lost:
             return None
         view = self.status.view
         here = tuple(one for one in view.sandboxes if one.id not in self.placed and one.id not in self.removed)
@@ -72,10 +79,11 @@ class Node:
 class Fleet:
     """All hosts by name."""
 
-    def __init__(self, admission: Admission, clock: Clock, *, lease_s: float = 15.0, call_s: float = 5.0) -> None:
+    def __init__(self, admission: Admission, clock: Clock, *, grace_s: float = 60.0, call_s: float = 5.0) -> None:
         self._admission = admission
         self._clock = clock
-        self._lease_s = lease_s
+        self._grace_s = grace_s
+        self._lease_s = min(_LEASE_S, grace_s)
         self._call_s = call_s
         self.nodes: dict[str, Node] = {}
 
@@ -118,7 +126,7 @@ class Fleet:
         return True
 
     async def refresh_all(self) -> tuple[list[str], list[str]]:
-        """Ask every host; the names of those just lost, and of those back again."""
+        """Ask every host; the names of those that are lost, and of those just back again."""
         names = list(self.nodes)
         await asyncio.gather(*(self.refresh(name) for name in names))
         lost, back = [], []
@@ -127,13 +135,17 @@ class Fleet:
             node = self.nodes.get(name)
             if node is None:
                 continue
+            silence = now - node.answered
+            node.silent = silence > self._lease_s
             if node.lost and not node.failure:
                 node.lost = False
                 back.append(name)
-            elif not node.lost and now - node.answered > self._lease_s:
+            elif not node.lost and silence > self._grace_s:
                 node.lost = True
+                _log.warning("node %s has not answered for %.0f s and is lost: %s", name, silence, node.failure)
+                await node.host.hang_up()
+            if node.lost:
                 lost.append(name)
-                _log.warning("node %s does not answer any more: %s", name, node.failure)
         return lost, back
 
     def held(self, name: str, sandbox: str) -> Held | None:
@@ -141,10 +153,13 @@ class Fleet:
         node = self.nodes.get(name)
         return None if node is None else node.held.get(sandbox)
 
-    def holder(self, sandbox: str) -> str:
-        """The host that has it, by what hosts last said: of several the one with the larger epoch. "" = none."""
-        found = [(one.epoch, name) for name, node in self.nodes.items() if (one := node.held.get(sandbox)) is not None]
-        return max(found)[1] if found else ""
+    def copies(self, sandbox: str) -> dict[str, int]:
+        """The hosts that hold it, by what those that answer last said, each with its epoch."""
+        return {
+            name: held.epoch
+            for name, node in self.nodes.items()
+            if not node.lost and (held := node.held.get(sandbox)) is not None
+        }
 
     # Placement
 

@@ -24,22 +24,27 @@ WAKE_MIN_S = 300.0
 
 def running(record: Record, now: float, timeout_s: float, host: str) -> Record:
     """Made, or resumed by a request."""
-    return replace(
-        record, state="running", host=host, ends=now + timeout_s, timeout_s=timeout_s, paused_by="", memory_kept=True
-    )
+    return _up(record, host, ends=now + timeout_s, timeout_s=timeout_s)
 
 
 def woken(record: Record, now: float, host: str) -> Record:
     """Resumed by traffic. After a pause for memory's sake its old end still holds."""
     if record.paused_by == "pressure":
-        return replace(record, state="running", host=host, paused_by="", memory_kept=True)
+        return _up(record, host, ends=record.ends, timeout_s=record.timeout_s)
+    return _up(record, host, ends=now + max(record.timeout_s, WAKE_MIN_S), timeout_s=record.timeout_s)
+
+
+def _up(record: Record, host: str, *, ends: float, timeout_s: float) -> Record:
+    """Running: no copy of an earlier pause stands for it."""
     return replace(
         record,
         state="running",
         host=host,
-        ends=now + max(record.timeout_s, WAKE_MIN_S),
+        ends=ends,
+        timeout_s=timeout_s,
         paused_by="",
         memory_kept=True,
+        replica="",
     )
 
 

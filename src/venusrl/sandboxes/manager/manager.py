@@ -30,22 +30,13 @@ from venusrl.sandboxes.manager.errors import Conflict, Invalid
 from venusrl.sandboxes.manager.fleet import Fleet
 from venusrl.sandboxes.manager.keys import Keys
 from venusrl.sandboxes.manager.records import Egress, Key, PausedBy, Record, SnapshotRecord
+from venusrl.sandboxes.manager.recovery import Recovery
+from venusrl.sandboxes.manager.replicas import Replicas
 from venusrl.sandboxes.manager.store import Store
 from venusrl.sandboxes.manager.tokens import Secret
-from venusrl.sandboxes.protocol import (
-    HostDiskFull,
-    Limits,
-    RuntimeUnavailable,
-    SandboxDenied,
-    SandboxError,
-    SandboxGone,
-    SandboxPaused,
-    TemplateNotFound,
-)
+from venusrl.sandboxes.protocol import Limits, SandboxError, SandboxGone, SandboxPaused
 
 _log = logging.getLogger(__name__)
-_NOT_HERE = (SandboxDenied, HostDiskFull, RuntimeUnavailable, TemplateNotFound, HostLost, OSError)
-"""What one host may refuse and another not."""
 _HEALTHY_S = 5.0
 
 
@@ -60,6 +51,7 @@ class Manager:
         catalogue: Catalogue,
         clock: Clock,
         settings: Settings = Settings(),  # noqa: B008 - frozen
+        replicas: Replicas | None = None,
     ) -> None:
         self.store = store
         self.secret = secret
@@ -74,6 +66,7 @@ class Manager:
         self.counters: dict[str, int] = {}
         self.making: set[str] = set()
         """Those being created now, by this process."""
+        self.recovery = Recovery(self, replicas)
 
     # Create
 
@@ -87,7 +80,7 @@ class Manager:
         """A snapshot of the tenant, else a template. Raises TemplateNotFound."""
         snapshot = self.find_snapshot(tenant, template)
         if snapshot is not None:
-            return asks.snapshot_source(snapshot, template)
+            return asks.snapshot_source(await self.recovery.snapshot(snapshot), template)
         image = await self.catalogue.resolve(template, tenant)
         limits = Limits(memory_mib=image.memory_mib, cpus=float(image.cpus), disk_mib=image.disk_mib)
         alias = template if template != image.id else image.name
@@ -163,9 +156,9 @@ class Manager:
             self.book.save(replace(record, host=name))
             self.fleet.placed(name, asks.view(record, source.learnt_as))
             try:
-                await self._make_room(answer)
+                await self.make_room(answer)
                 held = await self.fleet.host(name).create(asks.order(record, self.settings.internet))
-            except _NOT_HERE as error:
+            except asks.NOT_HERE as error:
                 self.fleet.removed(name, record.id)
                 failure = error if isinstance(error, SandboxError) else HostLost(f"the node {name!r} failed: {error}")
                 tried.append(name)
@@ -202,14 +195,14 @@ class Manager:
                     raise Conflict(f"sandbox {sandbox!r} is running already")
                 return self.book.save(lifecycle.connected(record, self.clock.time(), timeout_s)), False
             with self._quota(record, key):
-                host = await self._resume(record)
+                record = await self._resume(record)
                 if reboot and record.memory_kept:
-                    await self._reboot(host, record)
-                made = lifecycle.running(record, self.clock.time(), timeout_s, host)
+                    await self._reboot(record)
+                made = lifecycle.running(record, self.clock.time(), timeout_s, record.host)
                 if auto_pause is not None:
                     made = replace(made, on_timeout="pause" if auto_pause else "kill")
                 self.book.save(made)
-            self.book.log(sandbox, "info", f"sandbox resumed on {host}")
+            self.book.log(sandbox, "info", f"sandbox resumed on {made.host}")
             return made, True
 
     async def wake(self, sandbox: str, *, host_says_paused: bool = False) -> Record:
@@ -224,13 +217,14 @@ class Manager:
                     record = self.book.save(lifecycle.paused(record, "pressure", True))
             if record.state == "running":
                 return record
-            if not lifecycle.wakes_on_traffic(record):
+            kept = self.recovery.kept(record) if self.recovery.away(record) else None
+            if not lifecycle.wakes_on_traffic(record) or (kept is not None and not kept.whole):
                 raise Conflict(f"sandbox {sandbox!r} is paused, and not to be resumed by traffic: connect to it first")
             key = next((one for one in self.store.all_keys() if one.id == record.key), None)
             with self._quota(record, key):
-                host = await self._resume(record)
-                made = self.book.save(lifecycle.woken(record, self.clock.time(), host))
-            self.book.log(sandbox, "info", f"sandbox resumed on {host} by traffic")
+                record = await self._resume(record)
+                made = self.book.save(lifecycle.woken(record, self.clock.time(), record.host))
+            self.book.log(sandbox, "info", f"sandbox resumed on {made.host} by traffic")
             self.count("woken")
             return made
 
@@ -240,23 +234,41 @@ class Manager:
             return contextlib.nullcontext()
         return self.keys.starting(key, self.book.running(key.id), new=False)
 
-    async def _resume(self, record: Record) -> str:
-        """Resume where it is, else where there is room; the host it runs on then."""
+    async def _resume(self, record: Record) -> Record:
+        """Resume where it is, else where there is room, else from its copy; with the host it runs on then."""
         self.book.passing(record, "resuming")
         try:
-            host = await self._where_to_resume(record)
-            await self.fleet.host(host).resume(record.id)
+            made = await self._resumed(record)
         except SandboxGone as error:
             self.fleet.removed(record.host, record.id)
             self.book.end(record, f"lost while it was paused: {error}")
             raise
         except BaseException:  # whatever it was: put back what was, and pass it on
-            if record.id in self.book.records:
-                self.book.save(replace(record, host=self.book.records[record.id].host))
+            current = self.book.records.get(record.id)
+            if current is not None:
+                self.book.save(replace(record, host=current.host, fence=current.fence))
             raise
-        self.fleet.placed(host, asks.view(record, record.template))
+        self.fleet.placed(made.host, asks.view(record, record.template))
         self.count("resumed")
-        return host
+        return made
+
+    async def _resumed(self, record: Record) -> Record:
+        if self.recovery.away(record):
+            return await self.recovery.sandbox(record)
+        try:
+            host = await self._where_to_resume(record)
+            current = self.book.records[record.id]
+            if record.replica:  # from here on its host may have more than the copy
+                current = self.book.save(replace(record, host=host, replica=""))
+                self.book.passing(current, "resuming")
+            await self.fleet.host(host).resume(record.id)
+        except (SandboxGone, HostLost) as error:
+            record = replace(record, host=self.book.records[record.id].host)
+            gone = isinstance(error, SandboxGone) or self.recovery.away(record)
+            if not gone or self.recovery.kept(record) is None:
+                raise
+            return await self.recovery.sandbox(record)
+        return replace(record, host=host)
 
     async def _where_to_resume(self, record: Record) -> str:
         held = self.fleet.held(record.host, record.id)
@@ -265,19 +277,19 @@ class Manager:
         origin = self.fleet.host(record.host)
         here = self.fleet.place(request, only=(record.host,))
         if isinstance(here, Admit):
-            await self._make_room(here)
+            await self.make_room(here)
             return record.host
         there = self.fleet.place(request, exclude=(record.host,))
         if isinstance(there, Deny):
             raise asks.denied(here)
-        await self._make_room(there)
+        await self.make_room(there)
         await origin.move(record.id, self.fleet.host(there.host))
         self.moved(record, there.host)
         self.book.passing(self.book.records[record.id], "resuming")
         return there.host
 
-    async def _reboot(self, host: str, record: Record) -> None:
-        there = self.fleet.host(host)
+    async def _reboot(self, record: Record) -> None:
+        there = self.fleet.host(record.host)
         await there.pause(record.id, memory=False)
         await there.resume(record.id)
 
@@ -376,7 +388,7 @@ class Manager:
 
     # Shared
 
-    async def _make_room(self, answer: Admit) -> None:
+    async def make_room(self, answer: Admit) -> None:
         """Pause whom the policy displaces. Whoever is being changed just now is left alone."""
         for one in answer.pause:
             record = self.book.records.get(one.sandbox)

@@ -5,8 +5,8 @@ Owns: the comparison, at the start and from then on; the loss of a node; its dra
 Must not know: HTTP.
 
 Guarantees: nothing that is being changed is touched; what no record knows is ended, but only after ``grace_s`` during
-which it stayed unknown; a running sandbox that is gone is recorded as ended with the cause; a paused one whose node is
-lost is recovered where its state is kept, else it waits for its node.
+which it stayed unknown; a copy that is not the sandbox any more is ended once the one that is has been seen; a running
+sandbox that is gone is recorded as ended with the cause; a paused one is never ended for its node's silence.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from msgspec.structs import replace
 
 from venusrl.sandboxes.admission.api import Deny
-from venusrl.sandboxes.host.api import Held, Host, HostStatus
-from venusrl.sandboxes.manager import asks, lifecycle
+from venusrl.sandboxes.host.api import Held, HostStatus
+from venusrl.sandboxes.manager import asks, fencing, lifecycle
 from venusrl.sandboxes.manager.errors import NotFound
 from venusrl.sandboxes.manager.fleet import Node
 from venusrl.sandboxes.manager.manager import Manager
@@ -29,8 +29,6 @@ from venusrl.sandboxes.protocol import SandboxError, SandboxGone
 
 _log = logging.getLogger(__name__)
 _MOVING_AT_ONCE = 2
-Recover = Callable[[str, Host], Awaitable[Held]]
-"""Make a sandbox of the state that this host keeps for another."""
 
 
 class Drained(msgspec.Struct, frozen=True):
@@ -41,12 +39,11 @@ class Drained(msgspec.Struct, frozen=True):
 
 
 class Reconciler:
-    """``recover`` is how hosts turn kept state into a sandbox; None = they cannot."""
+    """Works on one manager's records and hosts."""
 
-    def __init__(self, manager: Manager, recover: Recover | None = None) -> None:
+    def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._unknown: dict[tuple[str, str], float] = {}
-        self.recover = recover
 
     async def run(self, *, starting: bool = False) -> None:
         """Once over all hosts that answer."""
@@ -58,23 +55,50 @@ class Reconciler:
 
     async def _compare(self, name: str, node: Node, status: HostStatus, starting: bool) -> None:
         manager = self._manager
-        held = node.held
-        for record in manager.book.on_host(name):
+        records = manager.book.records
+        for record in [one for one in records.values() if one.host == name or one.id in node.held]:
             if manager.book.busy(record.id) or record.id in manager.making:
                 continue
-            if manager.book.touched.get(record.id, -1.0) >= node.asked:
-                continue  # what the host said is older
-            holder = manager.fleet.holder(record.id)
-            if holder not in ("", name):
-                self._rehome(record, holder)
-            elif record.id in held:
-                self._adjust(record, held[record.id])
-            elif not any(other.health == "joining" for other in manager.fleet.nodes.values()):
-                self._missing(record, starting)  # else it may be on the one that has not been heard yet
-        known = {record.id for record in manager.book.records.values()}
-        await self._end_unknown(name, node, {one for one in held if one not in known}, "sandbox", node.host.kill)
-        strays = {one.id for one in status.snapshots if one.id not in manager.snapshots}
+            copies = manager.fleet.copies(record.id)
+            asked = [node.asked, *(manager.fleet.nodes[host].asked for host in copies)]
+            if manager.book.touched.get(record.id, -1.0) >= min(asked):
+                continue  # what the hosts said is older
+            await self._settle(record, name, copies, starting)
+        await self._end_unknown(name, node, {one for one in node.held if one not in records}, "sandbox", node.host.kill)
+        strays = {one.id for one in status.snapshots if self._stray(one.id, name)}
         await self._end_unknown(name, node, strays, "snapshot", node.host.remove_snapshot)
+
+    async def _settle(self, record: Record, name: str, copies: dict[str, int], starting: bool) -> None:
+        manager = self._manager
+        owner = fencing.owner(record.host, record.fence, copies)
+        if not owner:
+            if name == record.host and not any(node.health == "joining" for node in manager.fleet.nodes.values()):
+                self._missing(record, starting)  # else it may be on the one that has not been heard yet
+        elif owner != record.host:
+            self._rehome(record, owner)
+        elif name == owner:
+            self._adjust(record, manager.fleet.nodes[owner].held[record.id])
+        else:
+            await self._end_copy(record, name, copies[name])
+
+    def _stray(self, snapshot: str, host: str) -> bool:
+        """Nobody's, or made again elsewhere while this host was lost."""
+        known = self._manager.snapshots.get(snapshot)
+        return known is None or known.host != host
+
+    async def _end_copy(self, record: Record, host: str, epoch: int) -> None:
+        """What this host has is not the sandbox any more."""
+        manager = self._manager
+        _log.warning("ending the older copy (epoch %d) of %s on %s: it is on %s", epoch, record.id, host, record.host)
+        try:
+            await manager.fleet.host(host).kill(record.id)
+        except SandboxGone:
+            pass
+        except (SandboxError, OSError) as error:
+            _log.warning("the older copy of %s on %s could not be ended: %s", record.id, host, error)
+            return
+        manager.fleet.removed(host, record.id)
+        manager.count("copies_ended")
 
     def _adjust(self, record: Record, held: Held) -> None:
         """Take over what the host says."""
@@ -101,6 +125,13 @@ class Reconciler:
         book = self._manager.book
         if record.state == "creating":
             book.drop(record)
+            return
+        if record.state == "paused" and self._manager.recovery.kept(record) is not None:
+            if record.host:
+                book.log(
+                    record.id, "warn", f"its host {record.host} does not have it any more: its copy is what there is"
+                )
+                book.save(replace(record, host=""))
             return
         when = "when the service started" if starting else "any more"
         book.end(record, f"its host {record.host} does not have it {when}")
@@ -140,44 +171,23 @@ class Reconciler:
 
     # A node that is lost
 
-    async def lost(self, name: str) -> None:
-        """Running sandboxes ended with it; paused ones come back where their state is kept."""
+    def lost(self, name: str) -> None:
+        """Running sandboxes ended with it; paused ones are kept there, or come back from their copy when they are
+        wanted. Idempotent: whoever was being changed is looked at in the next round."""
         manager = self._manager
         for record in manager.book.on_host(name):
-            recovered = await self._recovered(record) if record.state == "paused" or self.recover else False
-            if recovered or record.id not in manager.book.records:
-                continue
-            if record.state == "paused":
-                manager.book.log(record.id, "warn", f"its node {name} does not answer; it is kept there, paused")
-            else:
-                manager.book.end(record, f"its node {name} was lost")
+            if record.state != "paused" and not manager.book.busy(record.id):
+                manager.book.end(record, f"its node {name} was lost: it has not answered for a while")
                 manager.count("died")
 
-    async def abandon(self, name: str) -> None:
-        """A node that will not come back: what it had is over."""
-        for record in self._manager.book.on_host(name):
-            if not await self._recovered(record):
-                self._manager.book.end(record, f"its node {name} was given up")
-
-    async def _recovered(self, record: Record) -> bool:
+    def abandon(self, name: str) -> None:
+        """A node that will not come back: what it had is over, but for paused sandboxes of which there is a copy."""
         manager = self._manager
-        if self.recover is None:
-            return False
-        for name in ():
-            try:
-                held = await self.recover(record.id, manager.fleet.host(name))
-            except SandboxError as error:
-                _log.warning("%s could not be recovered on %s: %s", record.id, name, error)
-                continue
-            lost = record.host
-            state = lifecycle.paused(record, record.paused_by or "pressure", record.memory_kept)
-            if held.state == "running":
-                state = replace(record, state="running")
-            manager.book.save(replace(state, host=name))
-            manager.book.log(record.id, "warn", f"recovered on {name}: its node {lost} was lost")
-            manager.count("recovered")
-            return True
-        return False
+        for record in manager.book.on_host(name):
+            if record.state == "paused" and manager.recovery.kept(record) is not None:
+                manager.book.log(record.id, "warn", f"its node {name} was given up: its copy is what there is")
+            else:
+                manager.book.end(record, f"its node {name} was given up")
 
     # Drain
 

@@ -67,6 +67,10 @@ class Record(msgspec.Struct, frozen=True):
     paused_by: PausedBy = ""
     memory_kept: bool = True
     """Whether the last pause kept its processes."""
+    fence: int = 0
+    """Copies of a smaller epoch are not this sandbox any more (``fencing``)."""
+    replica: str = ""
+    """The copy of this pause that is kept in a second place."""
     cause: str = ""
     """Why it ended."""
     ended: float = 0.0
@@ -109,6 +113,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True):
     bytes: int
     created: float
     names: tuple[str, ...] = ()
+    replica: str = ""
+    """The copy of it that is kept in a second place."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True):

@@ -131,7 +131,7 @@ async def forget(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     if not node.lost and service.manager.book.on_host(name):
         raise Conflict(f"the node {name!r} has sandboxes: drain it first")
-    await service.upkeep.reconciler.abandon(name)
+    service.upkeep.reconciler.abandon(name)
     service.store.remove_node(name)
     service.fleet.remove(name)
     await node.host.close()
@@ -236,6 +236,8 @@ def _sandbox(service: Service, record: Record) -> dict[str, Any]:
         "mandatory": record.mandatory,
         "created": record.created,
         "ends": record.ends,
+        "replica": service.manager.recovery.told(record),
+        "lost": service.manager.recovery.lost(record),
         "memory": None if held is None else msgspec.to_builtins(held.footprint) | {"total": held.footprint.total},
         "idle": None if held is None else held.idle_s,
     }

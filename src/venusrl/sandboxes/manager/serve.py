@@ -24,6 +24,7 @@ from venusrl.sandboxes.manager.asks import Settings
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.gateway_listener import Listener
 from venusrl.sandboxes.manager.local import LocalParts, assemble
+from venusrl.sandboxes.manager.replicas import Replicas
 from venusrl.sandboxes.manager.routes_nodes import Connector
 from venusrl.sandboxes.manager.service import Service
 from venusrl.sandboxes.manager.state import ADMIN_KEY, DEFAULT_KEY, JOIN_KEY, SECRET, open_state
@@ -32,10 +33,14 @@ from venusrl.sandboxes.manager.store import StateLock, Store
 from venusrl.sandboxes.manager.tokens import Secret
 
 _log = logging.getLogger(__name__)
+_GRACE_S = (3.0, 86400.0)
+"""Nodes are asked once a second, and one that is busy may miss a second."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True):
-    """``listen`` and ``traffic`` are HOST:PORT; ``traffic`` "" = the same port. ``memory`` and ``reserve`` in bytes."""
+    """``listen`` and ``traffic`` are HOST:PORT; ``traffic`` "" = the same port. ``memory`` and ``reserve`` in bytes.
+
+    ``replicas``: the directory for copies of what is paused, of at most ``replicas_bytes`` (None = its disk's)."""
 
     state: Path
     listen: str = "127.0.0.1:3000"
@@ -46,6 +51,8 @@ class ServeConfig(msgspec.Struct, frozen=True):
     reserve: int | None = None
     overload: float | None = None
     settings: Settings = Settings()
+    replicas: Path | None = None
+    replicas_bytes: int | None = None
 
 
 def address(text: str) -> tuple[str, int]:
@@ -64,6 +71,14 @@ def beyond_loopback(host: str) -> bool:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return True
+
+
+def _check_grace(seconds: float) -> None:
+    """Raises ManagerError."""
+    if not _GRACE_S[0] <= seconds <= _GRACE_S[1]:
+        raise ManagerError(
+            f"a node's grace is from {_GRACE_S[0]:g} to {_GRACE_S[1]:g} s, not {seconds:g}: choose another --node-grace"
+        )
 
 
 class Server:
@@ -91,10 +106,14 @@ class Server:
         """Raises ManagerError, RuntimeUnavailable."""
         config = self.config
         host, port = address(config.listen)
+        _check_grace(config.settings.node_grace_s)
         store = open_state(config.state)
+        replicas = None if config.replicas is None else Replicas(config.replicas, config.replicas_bytes)
         try:
             self._lock = StateLock.acquire(config.state)
             self._keys(store)
+            if replicas is not None:
+                replicas.open()
             self.local = self._given or await assemble(
                 config.state,
                 config.runtimes,
@@ -106,6 +125,8 @@ class Server:
             )
         except BaseException:  # whatever it was: give back what was opened, and pass it on
             store.close()
+            if replicas is not None:
+                replicas.close()
             self._unlock()
             raise
         settings = msgspec.structs.replace(config.settings, domain=config.domain or f"localhost:{port}")
@@ -116,6 +137,7 @@ class Server:
             self.local.catalogue,
             clock=SystemClock(),
             settings=settings,
+            replicas=replicas,
         )
         try:
             self.service.add_host(self.local.host, feeds=True)

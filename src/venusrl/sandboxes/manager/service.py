@@ -24,6 +24,7 @@ from venusrl.sandboxes.manager.gateway import Gateway
 from venusrl.sandboxes.manager.manager import Manager
 from venusrl.sandboxes.manager.records import Record
 from venusrl.sandboxes.manager.repeats import Repeats
+from venusrl.sandboxes.manager.replicas import Replicas
 from venusrl.sandboxes.manager.store import Store
 from venusrl.sandboxes.manager.tokens import Secret
 from venusrl.sandboxes.manager.upkeep import Upkeep
@@ -46,14 +47,15 @@ class Service:
         *,
         clock: Clock | None = None,
         settings: Settings | None = None,
-        lease_s: float = 15.0,
+        replicas: Replicas | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
         self.settings = settings or Settings()
         self.secret = secret
         self.store = store
-        self.fleet = Fleet(admission, self.clock, lease_s=lease_s)
-        self.manager = Manager(store, secret, self.fleet, catalogue, self.clock, self.settings)
+        self.fleet = Fleet(admission, self.clock, grace_s=self.settings.node_grace_s)
+        self.replicas = replicas
+        self.manager = Manager(store, secret, self.fleet, catalogue, self.clock, self.settings, replicas)
         self.forks = Forks(self.manager)
         self.upkeep = Upkeep(self.manager)
         self.repeats = Repeats(store, self.clock, self._rebuild)
@@ -79,6 +81,8 @@ class Service:
             _log.warning("operations that did not end within %g s were left behind", _CLOSE_S)
         for node in list(self.fleet.nodes.values()):
             await node.host.close()
+        if self.replicas is not None:
+            self.replicas.close()
         self.store.close()
 
     async def kill_all(self) -> int:

@@ -47,6 +47,7 @@ class Upkeep:
         loops = manager.background.loop
         loops("end sandboxes whose time is up", self._expire_due)
         loops("watch the hosts", self._watch_hosts)
+        loops("keep copies", manager.recovery.step)
         loops("sample sandboxes", self._sample)
         loops("forget old records", self._prune)
 
@@ -107,7 +108,7 @@ class Upkeep:
         manager = self._manager
         lost, back = await manager.fleet.refresh_all()
         for name in lost:
-            await self.reconciler.lost(name)
+            self.reconciler.lost(name)
         now = manager.clock.monotonic()
         if back or now >= self._next_reconcile:
             self._next_reconcile = now + manager.settings.reconcile_s
