@@ -148,8 +148,11 @@ class Scheduler:
     @property
     def wake_at(self) -> float | None:
         """When to send a ``Tick`` if nothing happens before; None = never."""
-        times = [t for t in (self.policy.wake_at(self), self._grace_ends()) if t is not None]
-        return min(times, default=None)
+        wake = self.policy.wake_at(self)
+        if self.blocked_since is None:
+            return wake
+        grace_ends = self.blocked_since + self.config.drop_grace_s
+        return grace_ends if wake is None else min(wake, grace_ends)
 
     # --- what a policy may look at (policies.View) ---------------------------------------------------
     @property
@@ -481,9 +484,6 @@ class Scheduler:
             elif isinstance(action, Preempt) and live.doing != "generating":
                 raise EventError(f"the policy preempts {action.trajectory}, which is {live.doing}")
             self._out.append(action)
-
-    def _grace_ends(self) -> float | None:
-        return None if self.blocked_since is None else self.blocked_since + self.config.drop_grace_s
 
     def _send(self, live: Live, action: Dispatch) -> None:
         worker = self.fleet.workers[action.worker]

@@ -68,6 +68,8 @@ class Window:
         self.formed: dict[int, tuple[str, ...]] = {}
         """Batches whose product is not published, by the version they train."""
         self.in_batches: dict[str, Group] = {}
+        self._in_formed = 0
+        """Groups of ``formed``, counted."""
         self.published = 0
         self.held = 0
         """The version that the trainer has: it can train this one's batch."""
@@ -90,13 +92,14 @@ class Window:
         self.published = max(self.published, version)
         self.held = max(self.held, version)
         for past in [v for v in self.formed if v < self.published]:
+            self._in_formed -= len(self.formed[past])
             for name in self.formed.pop(past):
                 self.in_batches.pop(name, None)
 
     # --- the window -----------------------------------------------------------------------------------
     @property
     def outstanding(self) -> int:
-        return len(self.open) + sum(map(len, self.formed.values()))
+        return len(self.open) + self._in_formed
 
     @property
     def room(self) -> int:
@@ -217,6 +220,7 @@ class Window:
             group = self.remove(name)
             if group is not None:
                 self.in_batches[name] = group
+        self._in_formed += len(names) - len(self.formed.get(version, ()))
         self.formed[version] = names
 
     def obstacles(self) -> tuple[str, ...]:

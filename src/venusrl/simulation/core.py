@@ -27,6 +27,21 @@ Log = Callable[[float, ev.Event, Sequence[act.Action]], None]
 out."""
 
 
+class Timer:
+    """A call at a time to come. ``when``: that time."""
+
+    __slots__ = ("args", "call", "when")
+
+    def __init__(self, when: float, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.when = when
+        self.call: Callable[..., None] | None = call
+        self.args = args
+
+    def cancel(self) -> None:
+        """It will not be called (any more)."""
+        self.call = None
+
+
 class SimulationStuck(Exception):
     """Nothing can happen any more, or nothing comes of what happens; says what is held and why."""
 
@@ -46,18 +61,20 @@ class Core:
         self.carry_out: dict[type, Callable[[Any], None]] = {}
         self.after_timer: list[Callable[[], None]] = []
         """Called when a timer and all that follows from it at once is done."""
-        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._timers: list[tuple[float, int, Timer]] = []
         self._sequence = 0
         self._pending: deque[tuple[ev.Event, ...]] = deque()
         self._busy = False
-        self._tick_at: float | None = None
+        self._next_tick: Timer | None = None
 
-    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> Timer:
         self._sequence += 1
-        heapq.heappush(self._timers, (when, self._sequence, call, args))
+        timer = Timer(when, call, args)
+        heapq.heappush(self._timers, (when, self._sequence, timer))
+        return timer
 
-    def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + seconds, call, *args)
+    def later(self, seconds: float, call: Callable[..., None], *args: Any) -> Timer:
+        return self.at(self.now + seconds, call, *args)
 
     def worked(self) -> None:
         """A timer fired that moves the run on."""
@@ -91,12 +108,14 @@ class Core:
         while self.ended is None:
             if not timers or timers[0][0] > min(until, self.worked_at + patience_s):
                 raise SimulationStuck(self._stuck())
-            when, _, call, args = heapq.heappop(timers)
+            when, _, timer = heapq.heappop(timers)
+            if timer.call is None:
+                continue
             still = 0 if when > self.now else still + 1
             if still > _STANDSTILL:
                 raise SimulationStuck(self._stuck())
             self.now = max(when, self.now)
-            call(*args)
+            timer.call(*timer.args)
             self._settle()
 
     def end(self, action: act.FinishRun | act.FailRun) -> None:
@@ -106,14 +125,16 @@ class Core:
         for call in self.after_timer:
             call()
         wake = self.scheduler.wake_at
-        if wake is not None and (self._tick_at is None or wake < self._tick_at):
-            self._tick_at = max(wake, self.now)
-            self.at(self._tick_at, self._tick, self._tick_at)
-
-    def _tick(self, due: float) -> None:
-        if due != self._tick_at:
+        if wake is None:
             return
-        self._tick_at = None
+        if self._next_tick is not None:
+            if self._next_tick.when <= wake:
+                return
+            self._next_tick.cancel()
+        self._next_tick = self.at(max(wake, self.now), self._tick)
+
+    def _tick(self) -> None:
+        self._next_tick = None
         wake = self.scheduler.wake_at
         if wake is not None and wake <= self.now:
             self.popped += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from venusrl.simulation.core import Timer
 from venusrl.simulation.scenario import Script
 
 
@@ -30,7 +31,6 @@ class Episode:
     __slots__ = (
         "cached",
         "decode_s",
-        "ends",
         "fails_at",
         "finished_at",
         "generated",
@@ -49,7 +49,6 @@ class Episode:
         "prompt",
         "queued_s",
         "resumed",
-        "run",
         "sandbox_s",
         "script",
         "start",
@@ -58,6 +57,7 @@ class Episode:
         "tool_s",
         "turn",
         "verify_s",
+        "work",
     )
 
     def __init__(self, name: str, group: GroupRun, index: int, script: Script, now: float) -> None:
@@ -76,10 +76,8 @@ class Episode:
         self.start: int | None = None
         """Weight version of its first dispatch."""
         self.started_at = 0.0
-        self.run = 0
-        """Number of its valid timer."""
-        self.ends = 0.0
-        """When the tool call or verification in progress ends."""
+        self.work: Timer | None = None
+        """The end of the tool call or verification in progress."""
         self.left_s: float | None = None
         """What is left of one that waits for the sandbox."""
         self.opened_at = now

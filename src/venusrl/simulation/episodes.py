@@ -208,24 +208,26 @@ class Episodes:
 
     def _run(self, episode: Episode, seconds: float) -> None:
         episode.left_s = None
-        episode.run += 1
-        episode.ends = self._core.now + seconds
-        self._core.at(episode.ends, self._work_ends, episode, episode.run)
+        episode.work = self._core.later(seconds, self._work_ends, episode)
 
     def _pause(self, action: act.PauseSandbox) -> None:
         if not self.sandboxes.pause(action.trajectory):
             return
         episode = self.live[action.trajectory]
-        if episode.state in ("tool", "verify") and episode.left_s is None:
-            episode.left_s = episode.ends - self._core.now
-            episode.run += 1
+        if episode.state in ("tool", "verify") and episode.work is not None:
+            episode.left_s = episode.work.when - self._core.now
+            self._stop_work(episode)
             # Its processes stand still until it is resumed; nobody else may know that it must be.
             self.sandboxes.demand(episode.name)
 
-    def _work_ends(self, episode: Episode, run: int) -> None:
-        if run != episode.run:
-            return
+    def _stop_work(self, episode: Episode) -> None:
+        if episode.work is not None:
+            episode.work.cancel()
+            episode.work = None
+
+    def _work_ends(self, episode: Episode) -> None:
         self._core.worked()
+        episode.work = None
         if episode.state == "verify":
             episode.verify_s += episode.script.verify_s
             self._finish(episode)
@@ -292,7 +294,7 @@ class Episodes:
     def _end(self, episode: Episode, reason: str) -> None:
         """It will not train."""
         episode.state = "over"
-        episode.run += 1
+        self._stop_work(episode)
         self.sandboxes.release(episode.name)
         self.fleet.forget(episode.name)
         del self.live[episode.name]

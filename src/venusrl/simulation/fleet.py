@@ -15,7 +15,7 @@ from typing import Protocol
 from venusrl.scheduling import actions as act
 from venusrl.scheduling import events as ev
 from venusrl.simulation.cache import RELEASED, RETAINED
-from venusrl.simulation.core import Core
+from venusrl.simulation.core import Core, Timer
 from venusrl.simulation.engine import Engine
 from venusrl.simulation.requests import Request
 from venusrl.simulation.sandboxes import PolicyFault
@@ -37,9 +37,10 @@ class Turns(Protocol):
 
 
 class Server:
-    """One engine worker, its weights and its fate. ``plan``: number of its valid timer; ``life``: of its deaths."""
+    """One engine worker, its weights and its fate. ``next``: when something happens in it by itself; ``life``: number
+    of its deaths."""
 
-    __slots__ = ("engine", "life", "link_free_at", "loading", "migrated", "plan", "up", "version")
+    __slots__ = ("engine", "life", "link_free_at", "loading", "migrated", "next", "up", "version")
 
     def __init__(self, spec: EngineSpec) -> None:
         self.engine = Engine(spec)
@@ -47,7 +48,7 @@ class Server:
         self.up = True
         self.loading = False
         self.life = 0
-        self.plan = 0
+        self.next: Timer | None = None
         self.link_free_at = 0.0
         self.migrated: list[int] = []
         """Tokens of each transfer that arrived."""
@@ -148,16 +149,14 @@ class Fleet:
         for server in self._dirty:
             engine = server.engine
             engine.settle(core.now)
-            server.plan += 1
+            if server.next is not None:
+                server.next.cancel()
             due = engine.next_at()
-            if due is not None:
-                core.at(due, self._fire, server, server.plan)
+            server.next = None if due is None else core.at(due, self._fire, server)
         self._dirty.clear()
         self._load_drained()
 
-    def _fire(self, server: Server, plan: int) -> None:
-        if plan != server.plan:
-            return
+    def _fire(self, server: Server) -> None:
         self._core.worked()
         ended = server.engine.fire(self._core.now)
         self._touch(server)

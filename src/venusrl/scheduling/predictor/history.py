@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from operator import mul
 from typing import Any
 
 from venusrl.scheduling.predictor import Spread
@@ -146,27 +147,33 @@ class LifeTable:
         most = math.inf if self.cap is None else max(1.0, float(self.cap - turns))
         scale = math.exp(shift + (1.0 - power) * self.log_mean)
         here = self.survival((turns / scale) ** (1.0 / power))
-        inverse = self._inverse
         # Between two whole turns the table is interpolated; what ends there has the larger number of turns.
-        values = [min(most, max(1.0, math.ceil(scale * inverse(q * here) ** power - turns - 1e-9))) for q in _LEVELS]
+        values = [max(1.0, math.ceil(scale * t**power - turns - 1e-9)) for t in self._quantiles(here)]
+        if values[-1] >= most:
+            values = [min(most, value) for value in values]
         low, middle, high = (values[i] for i in _P10_P50_P90)
-        return Spread(low, middle, high, math.fsum(w * n for w, n in zip(_WEIGHTS, values, strict=True)))
+        return Spread(low, middle, high, math.fsum(map(mul, _WEIGHTS, values)))
+
+    def _quantiles(self, here: float) -> list[float]:
+        """The t with S(t) = q * ``here`` for each q of ``_LEVELS``, which decrease: the search goes on where it was."""
+        survival, descending = self._survival, self._descending
+        last, k, found = len(survival), 0, []
+        for level in _LEVELS:
+            probability = level * here
+            k = bisect_left(descending, -probability, k)
+            if k >= last:
+                beyond = math.log(survival[-1] / max(probability, 1e-300)) / self._tail_hazard()
+                found.append(last - 1 + beyond)
+            elif k == 0:
+                found.append(0.0)
+            else:
+                above = survival[k - 1]
+                found.append(k - 1 + (above - probability) / (above - survival[k]))
+        return found
 
     def _tail_hazard(self) -> float:
         last, before = self._survival[-1], self._survival[-2]
         return min(1.0, max(1.0 / _LONGEST, 1.0 - last / before))
-
-    def _inverse(self, probability: float) -> float:
-        """The t with S(t) = probability."""
-        k = bisect_left(self._descending, -probability)
-        if k >= len(self._survival):
-            return (
-                len(self._survival) - 1 + math.log(self._survival[-1] / max(probability, 1e-300)) / self._tail_hazard()
-            )
-        if k == 0:
-            return 0.0
-        above, below = self._survival[k - 1], self._survival[k]
-        return k - 1 + (above - probability) / (above - below)
 
     # --- keeping -----------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from operator import add
 from typing import Any, NamedTuple
 
 import msgspec
@@ -263,17 +264,19 @@ class Siblings(Predictor):
     def paced(self, track: Track, belief: Belief, turns: Spread) -> Forecast:
         """The other quantities for these remaining turns."""
         generated, observed, tool = self.ratios(track, belief)
-        tokens = _times(turns, self.generated.all, generated)
+        tokens = _times(turns, self.generated.all, generated, _width(turns))
         if track.partial:
             tokens = self._less_partial(track, generated, tokens)
         tokens, turns = self._capped(track, tokens, turns)
         others = Spread(*[max(0.0, n - 1.0) for n in turns])
-        seen = _times(others, self.observed.all, observed)
-        context = Spread(*[a + b for a, b in zip(tokens, seen, strict=True)])
+        width = _width(others)
+        seen = _times(others, self.observed.all, observed, width)
+        context = Spread(*map(add, tokens, seen))
         if self.limits.max_context is not None:
             most = max(0.0, float(self.limits.max_context - track.prompt))
-            context = Spread(*[min(most, n) for n in context])
-        tool_s = _times(others, self.tools.all, tool)
+            if max(context) > most:
+                context = Spread(*[min(most, n) for n in context])
+        tool_s = _times(others, self.tools.all, tool, width)
         return Forecast(turns, tokens, context, tool_s, self._verdict(), "siblings")
 
     def ratios(self, track: Track, belief: Belief) -> list[float]:
@@ -371,20 +374,26 @@ def _add(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return weight, total
 
 
-def _times(turns: Spread, each: Durations, pace: float) -> Spread:
-    """The sum over a number of turns, itself uncertain, of independent values of ``pace`` times everybody's."""
-    mean = each.mean * pace
+def _times(turns: Spread, each: Durations, pace: float, width: tuple[float, float]) -> Spread:
+    """The sum over a number of turns, itself uncertain, of independent values of ``pace`` times everybody's. ``width``:
+    of the number (``_width``)."""
     if turns.mean <= 0.0:
         return NOTHING
-    middle = max(turns.p50, 1e-9)
-    variance = math.log1p(math.expm1(min(each.log_variance, 20.0)) / max(1.0, middle))
+    mean = each.mean * pace
+    variance = math.log1p(math.expm1(min(each.log_variance, 20.0)) / max(1.0, turns.p50))
     own = Z90 * Z90 * variance
-    low = math.log(middle / turns.p10) if turns.p10 > 0 else math.inf
-    high = math.log(turns.p90 / middle) if turns.p50 > 0 else 0.0
+    low, high = width
     median = turns.p50 * mean * math.exp(-variance / 2)
     return Spread(
-        p10=median * math.exp(-math.sqrt(low * low + own)) if low < math.inf else 0.0,
-        p50=median,
-        p90=median * math.exp(math.sqrt(high * high + own)) if turns.p50 > 0 else turns.p90 * mean,
-        mean=turns.mean * mean,
+        median * math.exp(-math.sqrt(low * low + own)) if low < math.inf else 0.0,
+        median,
+        median * math.exp(math.sqrt(high * high + own)) if turns.p50 > 0 else turns.p90 * mean,
+        turns.mean * mean,
     )
+
+
+def _width(turns: Spread) -> tuple[float, float]:
+    """How far the outer quantiles lie from the middle, as logarithms."""
+    middle = max(turns.p50, 1e-9)
+    low = math.log(middle / turns.p10) if turns.p10 > 0 else math.inf
+    return low, math.log(turns.p90 / middle) if turns.p50 > 0 else 0.0
