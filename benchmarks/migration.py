@@ -31,8 +31,8 @@ from venusrl.sandboxes.runtimes.base import Instance, Spec
 from venusrl.sandboxes.runtimes.microvm import migration, setup
 from venusrl.sandboxes.runtimes.microvm.idle import IdlePolicy
 from venusrl.sandboxes.runtimes.microvm.instance import MicroVm
-from venusrl.sandboxes.runtimes.microvm.migration import Dial, Streams
 from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
+from venusrl.sandboxes.runtimes.moving import Dial, Streams
 from venusrl.sandboxes.templates.api import Image
 
 LOAD = r"""
@@ -171,11 +171,12 @@ async def live(a: MicroVmRuntime, b: MicroVmRuntime, instance: MicroVm, options:
     server, dial, accept = await joined()
     began = time.monotonic()
     receiving = asyncio.create_task(migration.receive(b, instance.spec, accept))
-    moved = await migration.send(a, instance, dial)
+    moved = await migration.send(a, instance, dial, lambda: None, lambda: None)
     arrived = await receiving
     outage = asyncio.get_running_loop().time() - moved.stopped_at
     total = time.monotonic() - began
     server.close()
+    await instance.kill()
     after = (await arrived.footprint()).private
     found = await report(arrived)
     await arrived.kill()

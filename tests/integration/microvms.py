@@ -15,8 +15,8 @@ from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable
 from venusrl.sandboxes.runtimes.base import Instance, Spec
 from venusrl.sandboxes.runtimes.microvm import setup
 from venusrl.sandboxes.runtimes.microvm.idle import IdlePolicy
-from venusrl.sandboxes.runtimes.microvm.migration import Dial, Streams
 from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
+from venusrl.sandboxes.runtimes.moving import Dial, Streams
 from venusrl.sandboxes.templates.api import Image, Start
 
 MEMORY_MIB = 128

@@ -185,6 +185,10 @@ async def test_what_is_not_there_is_refused(runtime: MicroVmRuntime, prepared: t
         await runtime.create(type(spec)(spec.id, spec.image, spec.limits, Network(internet=True)))
 
 
+def nothing() -> None:
+    """Nobody keeps a record of this move."""
+
+
 async def test_moves_while_it_runs(runtime: MicroVmRuntime, prepared: tuple[Path, Image], tmp_path: Path) -> None:
     """There and back; the first time the other host lacks the template."""
     other = await microvms.runtime(microvms.new_state(tmp_path / "two", prepared[0]))
@@ -201,9 +205,11 @@ async def test_moves_while_it_runs(runtime: MicroVmRuntime, prepared: tuple[Path
         for source, target in ((runtime, other), (other, runtime)):
             server, dial, accept = await microvms.joined()
             receiving = asyncio.create_task(migration.receive(target, spec, accept))
-            moved = await migration.send(source, instance, dial)
+            left = instance
+            moved = await migration.send(source, left, dial, nothing, nothing)
             instance = await receiving
             server.close()
+            await left.kill()
             assert moved.shared > moved.sent  # most of an idle guest is the template's
             assert await microvms.sh(instance, "md5sum /m/x /root/y") == before
             first, last = (await microvms.sh(instance, "tail -n1 /root/count; sleep 1; tail -n1 /root/count")).split()
@@ -233,7 +239,7 @@ async def test_a_move_that_fails_leaves_it_running(
     receiving = asyncio.create_task(migration.receive(other, spec, broken))
     try:
         with pytest.raises(SandboxError):
-            await asyncio.wait_for(migration.send(runtime, instance, dial), 60)
+            await asyncio.wait_for(migration.send(runtime, instance, dial, nothing, nothing), 60)
         with pytest.raises((SandboxError, OSError)):
             await asyncio.wait_for(receiving, 60)
         assert await microvms.sh(instance, "echo here") == "here\n"

@@ -29,7 +29,8 @@ from venusrl.sandboxes.runtimes.microvm.template import Made
 from venusrl.sandboxes.runtimes.microvm.vm import Vm, VmRecord, copy_sparse
 
 RUNTIME = "microvm"
-Kept = Literal["running", "memory", "files"]
+Kept = Literal["running", "memory", "files", "left"]
+"""``left``: its machine is stopped here, and what it was may run on another host."""
 _ENTROPY_BYTES = 128
 _SETTLE_S = 60.0
 NO_NETWORK = "virtual machines have no network card yet: use the namespace runtime for a sandbox that reaches outside"
@@ -80,10 +81,15 @@ class MicroVm:
     @property
     def agent(self) -> Agent:
         if self._kept != "running":
-            raise SandboxPaused(f"sandbox {self._spec.id} is paused")
+            raise SandboxPaused(f"sandbox {self._spec.id} is {'moving' if self._kept == 'left' else 'paused'}")
         if self._agent is None or self.vm is None or not self.vm.alive:
             raise SandboxGone(f"sandbox {self._spec.id} has ended")
         return self._agent
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether its processes are kept: it runs, or was paused with them."""
+        return self._kept != "files"
 
     def record(self) -> bytes:
         found = Record(self._spec, self._kept, self.vm.record if self.vm else None, str(self._store), self.made.digest)
@@ -107,10 +113,12 @@ class MicroVm:
         self._watch = asyncio.create_task(self._await_end(vm), name=f"end of sandbox {self._spec.id}")
 
     async def take_up(self) -> None:
-        """Go on with a machine that ran all the while."""
+        """Go on with a machine that ran all the while; one that was given away stays stopped until ``stay``."""
         vm = self._running()
-        self._agent = self._door(vm)
-        await vm.qmp.ask("cont")
+        if self._kept == "running":
+            await vm.give_up_moving()
+            self._agent = self._door(vm)
+            await vm.qmp.ask("cont")
         self._watch = asyncio.create_task(self._await_end(vm), name=f"end of sandbox {self._spec.id}")
 
     def _door(self, vm: Vm) -> IdleAgent:
@@ -208,6 +216,8 @@ class MicroVm:
         await asyncio.to_thread(shutil.rmtree, self._store, True)
 
     async def snapshot(self, directory: Path, *, memory: bool = True) -> Snapshot:
+        if self._kept == "left":
+            raise SandboxPaused(f"sandbox {self._spec.id} is moving: ask where it is now")
         if self._kept == "files" and memory:
             raise SandboxPaused(f"sandbox {self._spec.id} was paused without its memory: take a snapshot of files only")
         try:
@@ -267,25 +277,28 @@ class MicroVm:
         self._maker.gone(self)
 
     def leave_to(self) -> tuple[Vm, IdleAgent]:
-        """For a move: the machine and its door. The end of the machine is no death any more once ``left`` is called."""
+        """For a move: the machine and its door. Raises SandboxGone, SandboxPaused."""
+        if self._kept != "running":
+            raise SandboxPaused(f"sandbox {self._spec.id} is paused: it does not move live")
         return self._running(), self._asked()
 
     async def hang_up(self) -> None:
         """Let the agent go: the machine is about to run elsewhere."""
         await self._hang_up()
 
-    async def stay(self) -> None:
-        """The move failed: run on here."""
-        if self._agent is None:
-            self._agent = self._door(self._running())
-        await self._running().qmp.ask("cont")
+    def leave(self) -> None:
+        """It is whole elsewhere. From now on the machine here runs no more, unless it ``stay``s."""
+        self._kept = "left"
 
-    async def left(self) -> None:
-        """It runs elsewhere now: end what is here."""
-        self._killed = True
-        await self._hang_up()
-        await self._end_vm()
-        self._maker.gone(self)
+    async def stay(self) -> None:
+        """The move failed: run on here. Nothing happens to one that is paused."""
+        if self._kept not in ("running", "left"):
+            return
+        vm = self._running()
+        self._kept = "running"
+        if self._agent is None:
+            self._agent = self._door(vm)
+        await vm.qmp.ask("cont")
 
     async def let_go(self) -> None:
         """Close what this process holds of it; the sandbox goes on."""

@@ -1,47 +1,42 @@
 """A running machine moves to another host that shares no directory with this one.
 
-Owns: the order of a move, what is said on its three byte streams, the template's files when the other side lacks them.
-Must not know: how the streams are made or authenticated (``Dial``), who decides to move.
+Owns: the order of a move, what is said on its three byte streams.
+Must not know: how the streams are made or authenticated (``Dial``), who decides to move, whose the sandbox is.
 
 The streams, by name: ``control`` (a line of JSON each way and step), ``memory`` (QEMU's stream, filtered), ``disk``
 (NBD, while the machine runs). A template that the receiver lacks goes over ``control`` first.
 
-Guarantees: the machine runs on one side only: the receiver's starts after the sender said that its own never will
-again, and the sender's goes on when anything fails before that. The arrived machine maps the same template memory and
-holds only what differs.
+Guarantees: the machine runs on one side only: the receiver's starts after the sender gave it away, and the sender's
+goes on when anything fails before that. The arrived machine maps the same template memory and holds only what differs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
-import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError
 from venusrl.sandboxes.runtimes.base import Spec
-from venusrl.sandboxes.runtimes.microvm import machine, template
+from venusrl.sandboxes.runtimes.microvm import carry, machine
+from venusrl.sandboxes.runtimes.microvm.carry import STEP_S, Control
 from venusrl.sandboxes.runtimes.microvm.instance import MicroVm
-from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
-from venusrl.sandboxes.runtimes.microvm.template import Made
 from venusrl.sandboxes.runtimes.microvm.vm import Vm
+from venusrl.sandboxes.runtimes.moving import Dial, Streams
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Dial = Callable[[str], Awaitable[Streams]]
-"""Gives the stream of that name, the same on both sides. The move closes it."""
+if TYPE_CHECKING:
+    from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
 
-_STEP_S = 60.0
+_STARTED_S = 90.0
+"""A little more than the receiver gives the guest's agent to answer."""
 _MOVE_S = 120.0
 _PIECE = 1 << 20
-_LARGEST = 1 << 44
 _DOWNTIME_MS = 40
 _LONGEST_DOWNTIME_MS = 2000
 _PATIENCE_S = 0.7
@@ -57,54 +52,37 @@ class Moved(msgspec.Struct, frozen=True):
     stopped_at: float
 
 
-class _Control:
-    def __init__(self, streams: Streams) -> None:
-        self.reader, self.writer = streams
-
-    async def say(self, **words: Any) -> None:
-        self.writer.write(json.dumps(words).encode() + b"\n")
-        await self.writer.drain()
-
-    async def hear(self, wanted: str, timeout_s: float = _STEP_S) -> Any:
-        """The value said under ``wanted``. Raises SandboxError when the other side failed or says something else."""
-        try:
-            line = await asyncio.wait_for(self.reader.readline(), timeout_s)
-            words = json.loads(line) if line else {}
-        except (TimeoutError, ValueError, OSError) as error:
-            raise SandboxError(f"the other host said nothing of {wanted!r}: {error!r}") from error
-        if not isinstance(words, dict) or wanted not in words:
-            raise SandboxError(f"the other host gave up: {str(words.get('error', 'it hung up'))[:500]}")
-        return words[wanted]
-
-
-async def send(runtime: MicroVmRuntime, instance: MicroVm, dial: Dial) -> Moved:
-    """Move ``instance`` away. When it returns the sandbox is not here any more; when it raises, it runs on here."""
+async def send(
+    runtime: MicroVmRuntime, instance: MicroVm, dial: Dial, stopped: Callable[[], None], give: Callable[[], None]
+) -> Moved:
+    """As ``Movable.send``."""
     vm, door = instance.leave_to()
     async with door.awake(), _streams(dial) as (control, memory, disk):
-        gone = False
+        given = False
         try:
-            await _offer(control, instance)
+            await carry.offer(control, instance.made)
+            await control.hear("ready", 300.0)
             async with _disk_to(vm, disk) as finish_disk:
-                moved = await _memory_to(vm, instance, runtime.filter_program, control, memory, finish_disk)
+                moved = await _memory_to(vm, instance, runtime.filter_program, (control, memory), finish_disk, stopped)
             await control.hear("loaded")
-            gone = True
-            await control.say(go=True)
+            instance.leave()
+            give()
+            given = True
         finally:
-            if not gone:
+            if not given:
                 await _stay(instance, vm)
-    await instance.left()
-    with contextlib.suppress(SandboxError):
-        await control.hear("running", 1.0)
+        await control.say(go=True)
+        await control.hear("running", _STARTED_S)
     return moved
 
 
 @contextlib.asynccontextmanager
-async def _streams(dial: Dial) -> AsyncIterator[tuple[_Control, Streams, Streams]]:
+async def _streams(dial: Dial) -> AsyncIterator[tuple[Control, Streams, Streams]]:
     made: list[Streams] = []
     try:
         for name in ("control", "memory", "disk"):
-            made.append(await asyncio.wait_for(dial(name), _STEP_S))  # noqa: PERF401 - what was made is closed
-        yield _Control(made[0]), made[1], made[2]
+            made.append(await asyncio.wait_for(dial(name), STEP_S))  # noqa: PERF401 - what was made is closed
+        yield Control(made[0]), made[1], made[2]
     finally:
         for _, writer in made:
             writer.close()
@@ -117,35 +95,6 @@ async def _stay(instance: MicroVm, vm: Vm) -> None:
         await vm.qmp.ask("migrate_cancel")
     with contextlib.suppress(SandboxError):
         await instance.stay()
-
-
-async def _offer(control: _Control, instance: MicroVm) -> None:
-    """Say which template it is of; send it when it is wanted."""
-    await control.say(template=instance.made.digest, shape=msgspec.to_builtins(instance.made.shape))
-    if await control.hear("want"):
-        for name in (*template.FILES, "template.json"):
-            await _send_file(control, instance.made.directory / name)
-        await control.say(end=True)
-    await control.hear("ready", 300.0)
-
-
-async def _send_file(control: _Control, path: Path) -> None:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        await control.say(file=path.name)
-        await control.say(size=size)
-        at = 0
-        while at < size:
-            try:
-                at = os.lseek(file.fileno(), at, os.SEEK_DATA)
-            except OSError:
-                break
-            data = await asyncio.to_thread(os.pread, file.fileno(), _PIECE, at)
-            await control.say(at=at, length=len(data))
-            control.writer.write(data)
-            await control.writer.drain()
-            at += len(data)
-        await control.say(at=-1, length=0)
 
 
 @contextlib.asynccontextmanager
@@ -166,7 +115,7 @@ async def _disk_to(vm: Vm, disk: Streams) -> AsyncIterator[Callable[[], Awaitabl
 
         async def finish() -> None:
             await vm.qmp.ask("block-job-cancel", {"device": "mirror"})
-            await _event(vm, "BLOCK_JOB_COMPLETED", _STEP_S)
+            await _event(vm, "BLOCK_JOB_COMPLETED", STEP_S)
             await vm.qmp.ask("blockdev-del", {"node-name": "target"})
 
         try:
@@ -174,7 +123,7 @@ async def _disk_to(vm: Vm, disk: Streams) -> AsyncIterator[Callable[[], Awaitabl
         except BaseException:  # whatever it is, cancellation too: raised again below
             with contextlib.suppress(SandboxError):
                 await vm.qmp.ask("block-job-cancel", {"device": "mirror", "force": True})
-                await _event(vm, "BLOCK_JOB_CANCELLED", _STEP_S)
+                await _event(vm, "BLOCK_JOB_CANCELLED", STEP_S)
             raise
         finally:
             with contextlib.suppress(SandboxError):
@@ -201,11 +150,12 @@ async def _memory_to(
     vm: Vm,
     instance: MicroVm,
     filter_program: str,
-    control: _Control,
-    memory: Streams,
+    streams: tuple[Control, Streams],
     finish_disk: Callable[[], Awaitable[None]],
+    stopped: Callable[[], None],
 ) -> Moved:
     """The memory, live; at the end the disk's rest, then the devices."""
+    control, memory = streams
     out = memory[1].get_extra_info("socket")
     read, write = os.pipe()
     process = None
@@ -227,13 +177,14 @@ async def _memory_to(
         await vm.qmp.ask("migrate", {"uri": "fd:out"})
         await _until_switchover(vm)
         stopped_at = asyncio.get_running_loop().time()
+        stopped()
         await instance.hang_up()
         await finish_disk()
         await control.say(disk=True)
         await control.hear("disk")
         await vm.qmp.ask("migrate-continue", {"state": "pre-switchover"})
-        await vm.qmp.migrated(timeout_s=_STEP_S)
-        _, said = await asyncio.wait_for(process.communicate(), _STEP_S)
+        await vm.qmp.migrated(timeout_s=STEP_S)
+        _, said = await asyncio.wait_for(process.communicate(), STEP_S)
         if process.returncode:
             raise SandboxError(f"the machine's memory could not be sent: {said.decode(errors='replace')[:300]}")
         if memory[1].can_write_eof():
@@ -270,8 +221,8 @@ async def receive(runtime: MicroVmRuntime, spec: Spec, dial: Dial) -> MicroVm:
     instance: MicroVm | None = None
     async with _streams(dial) as (control, memory, disk):
         try:
-            made = await _accept(runtime, spec, control)
-            instance = await runtime.receive(spec, made)
+            made = await carry.accept(runtime, spec.image, control)
+            instance = await runtime.awaiting(spec, made)
             vm = instance.vm
             assert vm is not None
             async with _disk_from(vm, disk) as stop_disk:
@@ -289,54 +240,6 @@ async def receive(runtime: MicroVmRuntime, spec: Spec, dial: Dial) -> MicroVm:
                     await control.say(error=str(error)[:500])
             raise
     return instance
-
-
-async def _accept(runtime: MicroVmRuntime, spec: Spec, control: _Control) -> Made:
-    wanted = str(await control.hear("template"))
-    made = await asyncio.to_thread(template.with_digest, runtime.templates, spec.image, wanted)
-    await control.say(want=made is None)
-    return made or await _receive_template(runtime, spec, control, wanted)
-
-
-async def _receive_template(runtime: MicroVmRuntime, spec: Spec, control: _Control, wanted: str) -> Made:
-    """A hash of the memory decides whether it is what was announced."""
-    work = runtime.templates / f".making-{secrets.token_hex(6)}"
-    await asyncio.to_thread(work.mkdir, parents=True)
-    try:
-        for name in (*template.FILES, "template.json"):
-            if await control.hear("file") != name:
-                raise SandboxError("the other host sends something else than a template")
-            await _receive_file(control, work / name, int(await control.hear("size")))
-        await control.hear("end")
-        if await asyncio.to_thread(template.seal, work) != wanted:
-            raise SandboxError("the template was damaged on its way")
-        if template.load(work) is None:
-            raise SandboxError("the template's description was damaged on its way")
-        target = runtime.templates / f"{spec.image.id}.{wanted[:16]}"
-        await asyncio.to_thread(shutil.rmtree, target, True)
-        await asyncio.to_thread(work.rename, target)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, work, True)
-    return await runtime.of_digest(spec.image, wanted)
-
-
-async def _receive_file(control: _Control, path: Path, size: int) -> None:
-    if not 0 <= size <= _LARGEST:
-        raise SandboxError("a template's file has no bounds")
-    with path.open("xb") as file:
-        os.ftruncate(file.fileno(), size)
-        while (piece := await _piece(control))[0] >= 0:
-            data = await asyncio.wait_for(control.reader.readexactly(piece[1]), _STEP_S)
-            await asyncio.to_thread(os.pwrite, file.fileno(), data, piece[0])
-
-
-async def _piece(control: _Control) -> tuple[int, int]:
-    line = await asyncio.wait_for(control.reader.readline(), _STEP_S)
-    words = json.loads(line)
-    at, length = int(words["at"]), int(words["length"])
-    if not 0 <= length <= _PIECE or at >= _LARGEST:
-        raise SandboxError("a piece of a template has no bounds")
-    return at, length
 
 
 @contextlib.asynccontextmanager
@@ -364,7 +267,7 @@ async def _disk_from(vm: Vm, disk: Streams) -> AsyncIterator[Callable[[], Awaita
             await asyncio.gather(relay, return_exceptions=True)
 
 
-async def _memory_from(vm: Vm, control: _Control, memory: Streams, stop_disk: Callable[[], Awaitable[None]]) -> None:
+async def _memory_from(vm: Vm, control: Control, memory: Streams, stop_disk: Callable[[], Awaitable[None]]) -> None:
     read, write = os.pipe()
     feeding: asyncio.Task[None] | None = None
     try:
@@ -378,7 +281,7 @@ async def _memory_from(vm: Vm, control: _Control, memory: Streams, stop_disk: Ca
         await control.hear("disk", 2 * _MOVE_S)
         await stop_disk()
         await control.say(disk=True)
-        await vm.qmp.migrated(timeout_s=_STEP_S)
+        await vm.qmp.migrated(timeout_s=STEP_S)
     finally:
         os.close(read)
         if feeding is not None:

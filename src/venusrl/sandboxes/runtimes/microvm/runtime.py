@@ -13,16 +13,21 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
 
 from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable, SandboxError, SandboxGone, TemplateNotFound
-from venusrl.sandboxes.runtimes.base import Abilities, Snapshot, Spec
-from venusrl.sandboxes.runtimes.microvm import programs, setup, state, template, vm
+from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
+from venusrl.sandboxes.runtimes.microvm import carry, migration, programs, setup, state, template, vm
+from venusrl.sandboxes.runtimes.microvm.carry import Control
 from venusrl.sandboxes.runtimes.microvm.idle import IdlePolicy
 from venusrl.sandboxes.runtimes.microvm.instance import NO_NETWORK, RUNTIME, MicroVm, Record
+from venusrl.sandboxes.runtimes.microvm.machine import BOARD
+from venusrl.sandboxes.runtimes.microvm.passport import Passport, objection
 from venusrl.sandboxes.runtimes.microvm.vm import Parts, Site, Vm
+from venusrl.sandboxes.runtimes.moving import Dial, Objection, Streams
 from venusrl.sandboxes.runtimes.namespace import cgroup
 from venusrl.sandboxes.templates.api import Image
 
@@ -205,7 +210,13 @@ class MicroVmRuntime:
         """Where templates are kept."""
         return self._state / "templates"
 
-    async def receive(self, spec: Spec, made: template.Made) -> MicroVm:
+    @contextlib.asynccontextmanager
+    async def making(self, name: str) -> AsyncIterator[None]:
+        """Alone with the template of that directory's name."""
+        async with self._making.setdefault(name, asyncio.Lock()):
+            yield
+
+    async def awaiting(self, spec: Spec, made: template.Made) -> MicroVm:
         """An instance whose machine waits for its state. The caller loads, and runs or kills it."""
         site, _, _ = self._ready()
         if spec.id in self._instances or spec.id in self._starting:
@@ -220,6 +231,38 @@ class MicroVmRuntime:
             self._starting.discard(spec.id)
         return instance
 
+    # -- to and from other hosts: ``runtimes.moving.Movable``
+
+    def passport(self, instance: Instance) -> bytes:
+        sandbox = _own(instance)
+        return msgspec.json.encode(self._passport(sandbox.made.shape.kvm, memory=sandbox.has_memory))
+
+    def objection(self, passport: bytes) -> Objection:
+        try:
+            comes = msgspec.json.decode(passport, type=Passport)
+        except msgspec.MsgspecError as error:
+            raise SandboxError(f"the other host's virtual machines are of another version: {error}") from None
+        return objection(comes, self._passport(self._kvm, memory=True))
+
+    def _passport(self, kvm: bool, *, memory: bool) -> Passport:
+        _, _, qemu = self._ready()
+        return Passport(qemu.version, BOARD, setup.processor() if kvm else "", memory)
+
+    async def lend(self, instance: Instance, streams: Streams) -> None:
+        await carry.offer(Control(streams), _own(instance).made)
+
+    async def borrow(self, spec: Spec, streams: Streams) -> None:
+        await carry.accept(self, spec.image, Control(streams))
+
+    async def send(self, instance: Instance, dial: Dial, stopped: Callable[[], None], give: Callable[[], None]) -> None:
+        await migration.send(self, _own(instance), dial, stopped, give)
+
+    async def receive(self, spec: Spec, dial: Dial) -> MicroVm:
+        return await migration.receive(self, spec, dial)
+
+    async def stay(self, instance: Instance) -> None:
+        await _own(instance).stay()
+
     def _store(self, sandbox: str) -> Path:
         return self._state / "paused" / hashlib.sha256(sandbox.encode()).hexdigest()[:32]
 
@@ -228,7 +271,7 @@ class MicroVmRuntime:
         found = msgspec.json.decode(record, type=Record)
         made = await self.of_digest(found.spec.image, found.template)
         machine = None
-        if found.kept == "running":
+        if found.kept in ("running", "left"):
             machine = await Vm.find(site, found.vm) if found.vm else None
             if machine is None:
                 return None
@@ -280,6 +323,12 @@ class MicroVmRuntime:
             for directory in self._site.groups.directories.values():
                 with contextlib.suppress(OSError):  # a sandbox that goes on is in it
                     directory.rmdir()
+
+
+def _own(instance: Instance) -> MicroVm:
+    if not isinstance(instance, MicroVm):
+        raise SandboxError(f"sandbox {instance.spec.id} is no virtual machine of this runtime")
+    return instance
 
 
 def _limits(image: Image) -> Limits:

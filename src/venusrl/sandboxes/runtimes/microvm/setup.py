@@ -186,6 +186,14 @@ def cpio(files: dict[str, tuple[bytes, int]]) -> bytes:
     return bytes(packed)
 
 
+def processor() -> str:
+    """A hash of what this machine's processor is and can: a state made with KVM runs on an equal one only."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    shown = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines if ":" in line)}
+    told = [shown.get(name, "") for name in ("vendor_id", "cpu family", "model", "stepping", "flags")]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+
 async def probe_kvm(qemu: Qemu, guest: Guest) -> str:
     """ "" when KVM boots this kernel here; else why not."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):

@@ -36,6 +36,7 @@ QEMU_MIB = 96
 _QEMU_TASKS = 64
 _START_S = 30.0
 _END_S = 10.0
+_CANCEL_TRIES = 100
 _LOG_BYTES = 2000
 _CAPABILITIES = ("x-ignore-shared", "events", "pause-before-switchover")
 
@@ -221,6 +222,21 @@ class Vm:
         await self.give("state", state)
         await self.qmp.ask("migrate-incoming", {"uri": "fd:state"})
         await self.qmp.migrated(timeout_s=120.0)
+
+    async def give_up_moving(self) -> None:
+        """End what a service that is no more had begun: a copy of the memory, of the disk."""
+        await self.qmp.ask("migrate_cancel")
+        for _ in range(_CANCEL_TRIES):
+            moving = (await self.qmp.ask("query-migrate")).get("status") in ("active", "pre-switchover", "cancelling")
+            jobs = await self.qmp.ask("query-block-jobs")
+            for job in jobs:
+                with contextlib.suppress(QemuError):  # it is ending
+                    await self.qmp.ask("block-job-cancel", {"device": job["device"], "force": True})
+            if not moving and not jobs:
+                break
+            await asyncio.sleep(0.05)
+        with contextlib.suppress(QemuError):  # there is none
+            await self.qmp.ask("blockdev-del", {"node-name": "target"})
 
     async def quit(self) -> None:
         """End it in order: its disk is flushed."""
