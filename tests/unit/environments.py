@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from venusrl.sandboxes.manager import app, keys, routes_nodes
 from venusrl.sandboxes.manager.asks import Settings
 from venusrl.sandboxes.manager.records import Key
+from venusrl.sandboxes.manager.replicas import Replicas
 from venusrl.sandboxes.manager.routes_nodes import Connector
 from venusrl.sandboxes.manager.service import Service
 from venusrl.sandboxes.manager.store import Store
@@ -28,11 +29,16 @@ JOIN = "join-secret"
 class Environment:
     """The service, its fake hosts, and a client of the REST API."""
 
-    def __init__(self, state: Path, hosts: list[FakeHost], clock: VirtualClock, settings: Settings) -> None:
+    def __init__(
+        self, state: Path, hosts: list[FakeHost], clock: VirtualClock, settings: Settings, copies: bool
+    ) -> None:
         self.state = state
         self.clock = clock
         self.hosts = hosts
         self.admission = AdmitAll()
+        self.replicas = Replicas(state / "replicas") if copies else None
+        if self.replicas is not None:
+            self.replicas.open()
         self.store = Store(state / "manager.db")
         self.service = Service(
             self.store,
@@ -41,6 +47,7 @@ class Environment:
             FixedImages(Image("base-id", "base")),
             clock=clock,
             settings=settings,
+            replicas=self.replicas,
         )
         for host in hosts:
             self.service.add_host(host, feeds=True)
@@ -83,10 +90,12 @@ async def environment(
     hosts: list[FakeHost] | None = None,
     clock: VirtualClock | None = None,
     connect: Connector | None = None,
+    copies: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Environment]:
+    """``copies``: of what is paused, in a directory below ``state``."""
     clock = clock or VirtualClock()
-    made = Environment(state, fake_hosts(clock) if hosts is None else hosts, clock, Settings(**settings))
+    made = Environment(state, fake_hosts(clock) if hosts is None else hosts, clock, Settings(**settings), copies)
     made.key, made.text = made.new_key()
     routes_nodes.add_known(made.service, connect)
     await made.service.start()

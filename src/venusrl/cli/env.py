@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from venusrl.sandboxes.manager.node import Node
     from venusrl.sandboxes.manager.serve import Server
 
+class Share(StrEnum):
+    """As ``templates/sharing.py`` has it; here so that ``--help`` stays quick."""
+
+    TENANT = "tenant"
+    ALL = "all"
+    NONE = "none"
+
+
 app = typer.Typer(no_args_is_help=True, help="Sandboxes as a service that E2B's SDKs can use.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the service.")
 app.add_typer(keys_app, name="key")
@@ -33,6 +41,7 @@ app.add_typer(env_template.app, name="template")
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 _State = Annotated[Path | None, typer.Option("--state", help="State directory. Default: VENUSRL_ENV_STATE.")]
+_Share = Annotated[Share, typer.Option(help="Which sandboxes may share pages of a template.")]
 _Url = Annotated[str, typer.Option("--url", help="The service. Default: the one of the state directory.")]
 
 
@@ -46,6 +55,7 @@ def serve(
     memory_mib: Annotated[int | None, typer.Option(help="Memory for all sandboxes. Default: the machine's.")] = None,
     reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
     overload: Annotated[float | None, typer.Option(help="Probability of overload that is accepted.")] = None,
+    share: _Share = Share.TENANT,
     max_timeout: Annotated[float, typer.Option(help="Longest time to live that may be asked for, seconds.")] = 86400.0,
     internet: Annotated[bool, typer.Option(help="Whether sandboxes that say nothing may reach the internet.")] = False,
     node_grace: Annotated[float, typer.Option(help="Seconds of silence after which a node is lost.")] = 60.0,
@@ -75,6 +85,7 @@ def serve(
         memory=None if memory_mib is None else memory_mib << 20,
         reserve=None if reserve_mib is None else reserve_mib << 20,
         overload=overload,
+        share=share.value,
         settings=Settings(runtime=names[0], max_timeout_s=max_timeout, internet=internet, node_grace_s=node_grace),
         replicas=None if replicas is None else replicas.absolute(),
         replicas_bytes=None if replicas_mib is None else replicas_mib << 20,
@@ -160,6 +171,7 @@ def node_command(
     runtime: Annotated[list[str] | None, typer.Option(help="namespace, microvm, gvisor.")] = None,
     memory_mib: Annotated[int | None, typer.Option(help="Memory for all sandboxes. Default: the machine's.")] = None,
     reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
+    share: _Share = Share.TENANT,
     json_output: _Json = False,
 ) -> None:
     """Give this machine to a service until Ctrl-C; sandboxes go on, and the next start takes them up again.
@@ -181,6 +193,7 @@ def node_command(
         runtimes=tuple(runtime or ("namespace",)),
         memory=None if memory_mib is None else memory_mib << 20,
         reserve=None if reserve_mib is None else reserve_mib << 20,
+        share=share.value,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(_run_node(Node(config), json_output))
@@ -344,11 +357,19 @@ def move(
 @app.command("drain")
 def drain(
     node: Annotated[str, typer.Argument(help="Its name.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take sandboxes again.")] = False,
     state: _State = None,
     url: _Url = "",
     json_output: _Json = False,
 ) -> None:
-    """Admit nothing more on a node and move what it has elsewhere. Exit code 1 when something had to stay."""
+    """Admit nothing more on a node and move what it has elsewhere. Exit code 1 when something had to stay.
+
+    It stays so when the service or the node starts again, until ``--undo``.
+    """
+    if undo:
+        asyncio.run(_one(state, url, "POST", f"/nodes/{node}", {"status": "ready"}))
+        stderr().print(f"{node} takes sandboxes again", markup=False)
+        return
     answer = asyncio.run(_one(state, url, "POST", f"/nodes/{node}", {"status": "draining"}))
     if json_output:
         print_json(answer)

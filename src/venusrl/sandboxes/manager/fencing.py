@@ -28,4 +28,4 @@ def owner(host: str, fence: int, copies: Mapping[str, int]) -> str:
 
 def raised(fence: int, epochs: Iterable[int]) -> int:
     """The next fence, above it and all of ``epochs``."""
-    return max(fence, *epochs) + STEP
+    return max([fence, *epochs]) + STEP

@@ -215,6 +215,12 @@ class Reconciler:
         await asyncio.gather(*(one(record.id) for record in manager.book.on_host(name)))
         return result
 
+    async def undrain(self, name: str) -> None:
+        """Admit there again. Raises HostLost."""
+        await self._manager.fleet.host(name).drain(False)
+        self._manager.fleet.nodes[name].draining = False
+        await self._manager.fleet.refresh(name)
+
     async def move(self, sandbox: str, *, exclude: tuple[str, ...] = (), to: str = "") -> Record:
         """To another host, ``to`` or where there is room. Raises Refused, SandboxError; it stays where it was then."""
         manager = self._manager

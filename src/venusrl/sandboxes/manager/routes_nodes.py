@@ -6,7 +6,8 @@ ours to it.
 Must not know: how a remote host is spoken to (``connect`` is given).
 
 Guarantees: only who knows the join key adds a node, only the administrator sees or changes them; a node that joined is
-remembered over a restart.
+remembered over a restart; one that was drained stays so, over restarts of the service and of the node, until the
+administrator undoes it.
 """
 
 from __future__ import annotations
@@ -66,9 +67,12 @@ def add(app: web.Application) -> None:
 
 
 def add_known(service: Service, connect: Connector | None) -> None:
-    """Nodes of an earlier process."""
+    """Nodes of an earlier process, and whether the service's own host was drained."""
     for record in service.store.nodes():
-        if connect is not None:
+        if not record.url:
+            if record.name in service.fleet.nodes:
+                service.fleet.nodes[record.name].draining = record.draining
+        elif connect is not None:
             service.add_host(connect(record), feeds=False, draining=record.draining)
 
 
@@ -85,7 +89,7 @@ async def join(request: web.Request) -> web.StreamResponse:
     record = NodeRecord(body.name, body.url, body.key, service.clock.time(), known is not None and known.draining)
     if known is None or (known.url, known.key) != (body.url, body.key) or body.name not in service.fleet.nodes:
         old = service.fleet.nodes.get(body.name)
-        if old is not None and known is None:
+        if old is not None and (known is None or not known.url):
             raise Conflict(f"the name {body.name!r} is taken by this service's own host")
         service.store.put_node(record)
         service.add_host(connect(record), feeds=False, draining=record.draining)
@@ -111,16 +115,21 @@ async def node_detail(request: web.Request) -> web.StreamResponse:
 
 
 async def change(request: web.Request) -> web.StreamResponse:
-    """Draining answers when everything that can be moved is."""
+    """``draining`` answers when everything that can be moved is; ``ready`` undoes it."""
     check_admin(request)
     name, _ = _asked(request)
     service = request.app[SERVICE]
     body = wire.decoded(await request.read(), NodeChange)
-    if body.status != "draining":
-        raise Invalid("status can be set to draining only: start the node again to have it admit")
-    for record in service.store.nodes():
-        if record.name == name:
-            service.store.put_node(msgspec.structs.replace(record, draining=True))
+    if body.status not in ("draining", "ready"):
+        raise Invalid("a node's status can be set to draining, or back to ready")
+    draining = body.status == "draining"
+    if not draining:
+        await service.upkeep.reconciler.undrain(name)
+    known = next((one for one in service.store.nodes() if one.name == name), None)
+    record = known or NodeRecord(name, "", "", service.clock.time())  # without a URL: the service's own
+    service.store.put_node(msgspec.structs.replace(record, draining=draining))
+    if not draining:
+        return json_answer({})
     return json_answer(msgspec.to_builtins(await service.upkeep.reconciler.drain(name)))
 
 
