@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -334,6 +335,50 @@ async def test_load_reports_what_runs_and_what_the_cache_holds(engine: Contract)
     assert len(PROMPT) <= load.kv_used <= len(PROMPT) + 850
     assert load.prefill_tokens_total >= len(PROMPT)
     await task
+
+
+async def test_the_order_of_eviction_is_the_callers_where_the_engine_has_such_a_control(engine: Contract) -> None:
+    """The cache of 8,192 tokens is filled once over: what was retained is still there, what was used with it is not."""
+    assert engine.client.kv_control is (engine.kind == "embedded")
+    if not engine.client.kv_control:
+        with pytest.raises(EngineError):
+            await engine.client.order_kv(["a"], ["b"])
+        return
+
+    async def turn(first: int, session: str) -> int:
+        prompt = [first, *range(2, 97), *[first] * 160]
+        asked = GenerateRequest(f"k{next(_ids):05d}", prompt, 1, GREEDY, session=session)
+        return (await engine.client.generate(asked)).cached_tokens
+
+    for first, session in ((100, "plain"), (101, "kept")):
+        await turn(first, session)
+    await engine.client.order_kv([], ["kept", "never seen"])
+    for number in range(32):
+        await turn(number, f"filler {number}")
+    assert await turn(101, "kept") == 240
+    assert await turn(100, "plain") == 0
+    await engine.client.order_kv(["kept"], [])
+    for number in range(40, 42):
+        await turn(number, f"filler {number}")
+    assert await turn(101, "kept") < 240, "released, it went before what was used longer ago"
+    assert await turn(31, "filler 31") == 240
+
+
+async def test_what_the_work_takes_is_learned_from_turns(engine: Contract) -> None:
+    rng = random.Random(0)
+
+    async def converse(number: int) -> None:
+        while (await engine.client.load()).learned is None:
+            prompt = [rng.randrange(2, 120) for _ in range(rng.randrange(20, 700))]
+            await engine.ask(prompt, rng.randrange(1, 60))
+            await asyncio.sleep(rng.random() / 5)
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(converse(number) for number in range(6)))
+    learned = (await engine.client.load()).learned
+    assert learned is not None
+    assert learned.error < 0.5
+    assert learned.costs.step_s(1, 100) > 0
 
 
 async def test_a_wrong_key_is_refused(engine: Contract) -> None:

@@ -46,8 +46,9 @@ class Bench:
         self.weights = 0
         self.live: list[Sequence] = []
 
-    def add(self, tokens: list[int], new: int, *, priority: int = 0, salt: str = "") -> Sequence:
-        sequence = Sequence(f"s{len(self.live)}", list(tokens), len(tokens) + new, SamplingParams(), priority, salt)
+    def add(self, tokens: list[int], new: int, *, priority: int = 0, salt: str = "", session: str = "") -> Sequence:
+        name, limit = f"s{len(self.live)}", len(tokens) + new
+        sequence = Sequence(name, list(tokens), limit, SamplingParams(), priority, salt, session)
         self.batcher.add(sequence)
         self.live.append(sequence)
         return sequence
@@ -214,6 +215,63 @@ def test_eviction_takes_a_chain_from_its_end() -> None:
         assert pages.match("", tokens, 12)[0] == table[:left]
 
 
+def cached(bench: Bench, sequence: Sequence) -> int:
+    return len(bench.pages.match("", sequence.tokens, len(sequence.tokens))[0])
+
+
+def conversations(pages: int, count: int = 3) -> tuple[Bench, list[Sequence]]:
+    """Three pages of each session idle, the last session's used last, all with one first page."""
+    bench = Bench(pages, slots=8, prefill_tokens=64)
+    made = []
+    for number in range(count):
+        made.append(bench.add([9, 9, 9, 9, number, 1, 1, 1, number, 2, 2, 2], 1, session=f"t{number}"))
+        bench.drain()
+    return bench, made
+
+
+def test_what_a_dismissed_session_alone_used_goes_first() -> None:
+    bench, (first, second, third) = conversations(pages=7)
+    bench.pages.dismiss("t2")
+    assert bench.pages.take((), 2)
+    assert [cached(bench, s) for s in (first, second, third)] == [3, 3, 1], "the shared page stays for the others"
+    bench.pages.dismiss("t2")
+    bench.pages.dismiss("nobody")
+
+
+def test_a_retained_session_goes_last_but_keeps_nobody_from_running() -> None:
+    bench, (first, second, third) = conversations(pages=7)
+    bench.pages.retain("t0")
+    assert bench.pages.take((), 4)
+    assert [cached(bench, s) for s in (first, second, third)] == [3, 1, 1]
+    assert bench.pages.take((), 3), "soft: its room is there when nothing else is"
+    assert cached(bench, first) == 0
+    assert bench.pages.available == 0
+
+
+def test_a_wish_ends_with_the_next_turn_of_its_session() -> None:
+    bench, (first, second, _) = conversations(pages=9)
+    bench.pages.retain("t0")
+    again = bench.add(first.tokens[:12], 1, session="t0")
+    bench.drain()
+    bench.pages.retain("t1")
+    assert bench.pages.take((), 6)
+    assert cached(bench, second) == 3
+    assert cached(bench, again) == 1
+
+
+def test_wishes_do_not_outlive_the_content_they_meant() -> None:
+    bench, _ = conversations(pages=7)
+    bench.pages.retain("t0")
+    bench.batcher.reset_cache(new_weights=True)
+    bench.pages.dismiss("t0")
+    assert bench.pages.available == 7
+    other = bench.add([5] * 12, 1, session="t9")
+    bench.drain()
+    bench.pages.retain("t0")
+    assert bench.pages.take((), 7)
+    assert cached(bench, other) == 0
+
+
 class BatcherMachine(RuleBasedStateMachine):
     """Random traffic: KV is always that of the right tokens, and never of two versions in the cache."""
 
@@ -228,10 +286,16 @@ class BatcherMachine(RuleBasedStateMachine):
         new=st.integers(1, 10),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "x"]),
+        session=st.sampled_from(["", "a", "b", "c"]),
     )
-    def add(self, shared: int, own: list[int], new: int, priority: int, salt: str) -> None:
+    def add(self, shared: int, own: list[int], new: int, priority: int, salt: str, session: str) -> None:
         if shared + len(own) + new <= self.capacity and len(self.bench.live) < 12:
-            self.bench.add([0, 1, 2, 0, 2, 1, 1, 0, 0, 2, 2, 1][:shared] + own, new, priority=priority, salt=salt)
+            tokens = [0, 1, 2, 0, 2, 1, 1, 0, 0, 2, 2, 1][:shared] + own
+            self.bench.add(tokens, new, priority=priority, salt=salt, session=session)
+
+    @rule(session=st.sampled_from("abc"), retain=st.booleans())
+    def wish(self, session: str, retain: bool) -> None:
+        (self.bench.pages.retain if retain else self.bench.pages.dismiss)(session)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
@@ -263,6 +327,14 @@ class BatcherMachine(RuleBasedStateMachine):
         held = {page for sequence in bench.batcher.running for page in sequence.pages}
         assert bench.pages.held == len(held)
         assert all(not s.pages for s in bench.batcher.waiting)
+
+    @invariant()
+    def no_cached_page_is_out_of_reach(self) -> None:
+        """Every page in the index hangs below another one that is there, or below a salt."""
+        pages = self.bench.pages
+        for page, (before, _) in pages._keys.items():
+            assert isinstance(before, str) or before in pages._keys
+            assert (pages._references[page] > 0) + (page in pages._evictable) + (page in pages._kept) == 1
 
     @invariant()
     def found_pages_are_of_these_tokens_and_weights(self) -> None:

@@ -22,6 +22,10 @@ class ControlledEngine:
         self.faults: list[Exception] = []
         self.gate: asyncio.Event | None = None
         self.paused = False
+        self.kv_control = False
+
+    async def order_kv(self, release: list[str], retain: list[str]) -> None:
+        raise AssertionError("not used here")
 
     async def wait_ready(self, timeout_s: float) -> None:
         self.log.append(f"{self.name} ready")

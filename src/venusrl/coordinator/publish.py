@@ -230,7 +230,8 @@ class WeightPublisher:
     ) -> None:
         worker.version = weights.version
         self._on_record(PublishRecord(worker.name, weights.version, drain_s, load_s, attempts, preempted))
-        self._ready[worker.name] = WorkerAcknowledged(worker.name, weights.version)
+        # Clients namespace the prefix cache by version: what idles there is found by nobody any more.
+        self._ready[worker.name] = WorkerAcknowledged(worker.name, weights.version, flushed=True)
         if self._mode != "drain" or self._all_serve(weights.version):
             self._tell()
         elif self._telling is None:

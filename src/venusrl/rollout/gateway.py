@@ -23,6 +23,7 @@ import msgspec
 from venusrl.clock import Clock, SystemClock
 from venusrl.rollout.chat import ChatTokenizer
 from venusrl.rollout.engines.protocol import EngineClient, EngineError, EngineLost, Generation
+from venusrl.rollout.kv_orders import KvOrders, Wish
 from venusrl.rollout.recorder import Answer, Ask, Recorder
 from venusrl.rollout.requests import Requests, Running, Worker
 from venusrl.rollout.settings import GatewaySettings
@@ -56,6 +57,8 @@ class _Flight:
         self.hold: str | None = None
         self.dispatch: asyncio.Future[Dispatch] | None = None
         self.running: Running | None = None
+        self.home = ""
+        """The worker of its last turn."""
 
 
 class _Progress(msgspec.Struct):
@@ -92,9 +95,7 @@ class Gateway:
         self._flights: dict[str, _Flight] = {}
         self._first_prompts: dict[str, list[int]] = {}
         self._requests = Requests(settings, self._clock)
-        self.kv_hints = 0
-        """Wishes of the scheduler about idle KV. The engines that we drive have no such control: each keeps its own
-        order of eviction, and what the scheduler released stays findable until its room is needed."""
+        self.kv_orders = KvOrders(self._requests.keep)
         self.late_actions = 0
         """Actions for turns that were over when they came (a race of the scheduler with a cancellation)."""
 
@@ -141,7 +142,10 @@ class Gateway:
             case CancelTrajectory():
                 self.cancel(action.trajectory, action.reason)
             case RetainKV() | ReleaseKV():
-                self.kv_hints += 1
+                worker = self._workers.get(action.worker)
+                if worker is not None:
+                    wish: Wish = "retain" if isinstance(action, RetainKV) else "release"
+                    self.kv_orders.wish(worker, action.trajectory, wish)
             case _:
                 raise TypeError(f"{type(action).__name__} is not the gateway's to carry out")
 
@@ -201,6 +205,10 @@ class Gateway:
         if flight.lock.locked():
             raise RuntimeError(f"trajectory {trajectory} is finished while a turn of it runs")
         del self._flights[trajectory]
+        home = self._workers.get(flight.home)
+        if home is not None:
+            # What is over would else be evicted after idle KV that is still wanted: it was used last.
+            self.kv_orders.wish(home, trajectory, "release")
         if all(f.group != flight.group for f in self._flights.values()):
             self._first_prompts.pop(flight.group, None)
         return Rollout(
@@ -278,10 +286,11 @@ class Gateway:
         progress.waited_s += now - progress.ready_at
         progress.dispatched_at = now if progress.dispatched_at is None else progress.dispatched_at
         progress.worker, progress.version = worker.name, worker.version
+        flight.home = worker.name
         if flight.start_version is None:
             flight.start_version = worker.version
         turn = flight.turn
-        running = self._requests.send(f"{flight.trajectory}-{turn}", worker, ask, dispatch.urgency)
+        running = self._requests.send(flight.trajectory, turn, worker, ask, dispatch.urgency)
         flight.running = running
         self._notify(TurnDispatched(flight.trajectory, turn, worker.name, worker.version))
         generation: Generation | None = None
@@ -303,6 +312,8 @@ class Gateway:
                     generated=len(generation.token_ids) if generation is not None else 0,
                     cached_tokens=generation.cached_tokens if generation is not None else 0,
                     stop=generation.stop if generation is not None else StopReason.ABORT,
+                    # The engine's cache is namespaced by version: after new weights nobody finds what older ones left.
+                    leaves_kv=worker.version == progress.version,
                 )
             )
         return generation

@@ -61,16 +61,17 @@ class Requests:
         self._nonce = uuid.uuid4().hex[:8]
         self._background: set[asyncio.Task[Any]] = set()
 
-    def send(self, name: str, worker: Worker, ask: Ask, urgency: int) -> Running:
-        """Send ``ask`` to ``worker`` now; ``name`` begins the request's id."""
+    def send(self, trajectory: str, turn: int, worker: Worker, ask: Ask, urgency: int) -> Running:
+        """Send ``ask`` to ``worker`` now; the trajectory and its turn begin the request's id."""
         self._count += 1
         request = GenerateRequest(
-            request_id=f"{name}-{self._count}-{self._nonce}",
+            request_id=f"{trajectory}-{turn}-{self._count}-{self._nonce}",
             token_ids=ask.token_ids,
             max_tokens=ask.max_tokens,
             sampling=self._settings.sampling,
             urgency=urgency,
             cache_salt=f"v{worker.version}" if self._settings.salt_by_version else "",
+            session=trajectory,
         )
         task = asyncio.create_task(worker.engine.generate(request), name=f"generate:{request.request_id}")
         return Running(request.request_id, worker, task)
@@ -92,11 +93,11 @@ class Requests:
 
     def start_letting_go(self, running: Running) -> None:
         """``let_go`` in the background."""
-        self._keep(asyncio.create_task(self._abort(running, self._settings.abort_grace_s)))
+        self.keep(asyncio.create_task(self._abort(running, self._settings.abort_grace_s)))
 
     def preempt(self, running: Running) -> None:
         """Abort in the background; the request keeps its time limit, so its partial tokens are not lost."""
-        self._keep(asyncio.create_task(self._abort(running, self._settings.turn_timeout_s)))
+        self.keep(asyncio.create_task(self._abort(running, self._settings.turn_timeout_s)))
 
     async def ended(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """Wait for tasks to end, whatever their outcome, for the grace time at most."""
@@ -115,14 +116,14 @@ class Requests:
         while not running.task.done() and (left := begun + grace_s - self._clock.monotonic()) > 0:
             if abort is None or abort.done():
                 abort = asyncio.create_task(_abort_once(running), name=f"abort:{running.request_id}")
-                self._keep(abort)
+                self.keep(abort)
             await done_within(running.task, self._clock, min(_ABORT_AGAIN_S, left))
         if not running.task.done():
             running.task.cancel()
             await done_within(running.task, self._clock, _ABORT_AGAIN_S)
-            self._keep(running.task)
+            self.keep(running.task)
 
-    def _keep(self, task: asyncio.Task[Any]) -> None:
+    def keep(self, task: asyncio.Task[Any]) -> None:
         """Hold a task's handle until it ends; its outcome is looked at so that none is reported as lost."""
         self._background.add(task)
         task.add_done_callback(self._forget)

@@ -151,8 +151,8 @@ class TokensGenerated(_Event, frozen=True):
 
 class TurnFinished(_Event, frozen=True):
     """``stop`` is ABORT after a ``Preempt``; the turn is then requested again with ``resumed``. ``cached_tokens``: of
-    its context, found in the worker's cache. ``leaves_kv``: whether a later turn there may find what it computed (not
-    when new weights came meanwhile)."""
+    its context, found in the worker's cache (an aborted one says nothing of it). ``leaves_kv``: whether a later turn
+    there may find what it computed (not when new weights came meanwhile)."""
 
     trajectory: str
     turn: int

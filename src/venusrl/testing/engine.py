@@ -106,6 +106,7 @@ class FakeEngine:
         self._ticking: asyncio.Task[None] | None = None
         self._load_failure: str | None = None
         self.crashed = ""
+        self.kv_control = False
         self.calls: list[tuple[str, str]] = []
         """Every call in order: (method, request id or detail)."""
         self.cross_version_hits = 0
@@ -181,6 +182,9 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> None:
         self._note("reset_prefix_cache", "")
         self._cache.clear()
+
+    async def order_kv(self, release: list[str], retain: list[str]) -> None:
+        self._note("order_kv", f"-{','.join(release)} +{','.join(retain)}")
 
     async def version(self) -> int:
         self._note("version", "")

@@ -30,6 +30,7 @@ import msgspec
 from venusrl.rollout.engines import wire
 from venusrl.rollout.engines.metrics import read_load
 from venusrl.rollout.engines.protocol import EngineError, EngineLoad, EngineLost, GenerateRequest, Generation
+from venusrl.scheduling.calibration import TurnLog
 from venusrl.types import StopReason, VersionSpan
 
 _T = TypeVar("_T")
@@ -69,6 +70,8 @@ class HttpEngineClient:
         self._weight_timeout_s = weight_timeout_s
         self._generate_timeout_s = generate_timeout_s
         self._abort_timeout_s = abort_timeout_s
+        self.kv_control = False
+        self._log = TurnLog(slots)
         self._aborts: set[asyncio.Task[None]] = set()
         self._paused = False
         self._held: dict[str, asyncio.Future[bool]] = {}
@@ -95,6 +98,7 @@ class HttpEngineClient:
             except EngineError as error:
                 words = str(error)
             else:
+                self.kv_control = await self._knows_kv_order()
                 return
             await asyncio.sleep(_POLL_S)
         raise EngineLost(f"engine {self._base_url} was not ready within {timeout_s:g} s: {words}")
@@ -108,8 +112,7 @@ class HttpEngineClient:
             async with asyncio.timeout(self._generate_timeout_s):
                 if not await self._may_start(request.request_id):
                     return Generation([], [], [], StopReason.ABORT)
-                body = msgspec.json.encode(self._wire_request(request))
-                answer = await self._exchange("POST", wire.GENERATE, body)
+                return await self._generate(request, context)
         except TimeoutError:
             await self._abort_orphan(request.request_id)
             limit = f"{self._generate_timeout_s:g} s"
@@ -119,7 +122,6 @@ class HttpEngineClient:
         except asyncio.CancelledError:
             await self._abort_orphan(request.request_id)
             raise
-        return _generation(_decode(answer, wire.WireGenerated), len(request.token_ids), context)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Ask the server to end these requests now; unknown ids are ignored."""
@@ -133,6 +135,7 @@ class HttpEngineClient:
     async def pause(self) -> None:
         """See ``EngineClient.pause``. Pausing twice is the same as once."""
         self._paused = True
+        self._log.disturb()
         try:
             await self._call("POST", f"{wire.PAUSE}?mode=keep&clear_cache=false")
         except BaseException:  # whatever it is, cancellation too: raised again below
@@ -160,13 +163,17 @@ class HttpEngineClient:
         """Free cached prefixes. What running requests hold stays (the version's namespace isolates it)."""
         await self._call("POST", wire.RESET_PREFIX_CACHE)
 
+    async def order_kv(self, release: list[str], retain: list[str]) -> None:
+        """See ``EngineClient.order_kv``. vLLM has no such control (``kv_control`` is False): EngineError."""
+        await self._call("POST", wire.KV_ORDER, wire.WireKvOrder(release, retain))
+
     async def version(self) -> int:
         return _version_number(await self._weight_version())
 
     async def load(self) -> EngineLoad:
         text = await self._call("GET", wire.METRICS)
         try:
-            return read_load(text.decode(), self._slots)
+            return msgspec.structs.replace(read_load(text.decode(), self._slots), learned=self._log.estimate)
         except (KeyError, ValueError) as error:
             raise EngineError(f"engine {self._base_url} reports metrics that cannot be read: {error!r}") from error
 
@@ -178,6 +185,28 @@ class HttpEngineClient:
         await self._session.close()
 
     # --- requests -------------------------------------------------------------------------------
+    async def _generate(self, request: GenerateRequest, context: int) -> Generation:
+        """Send it, and note how long it took beside what else ran."""
+        body, name = msgspec.json.encode(self._wire_request(request)), request.request_id
+        self._log.begin(name, len(request.token_ids), time.monotonic())
+        try:
+            answer = await self._exchange("POST", wire.GENERATE, body)
+            generation = _generation(_decode(answer, wire.WireGenerated), len(request.token_ids), context)
+        except BaseException:  # whatever it is, cancellation too: raised again
+            self._log.lose(name, time.monotonic())
+            raise
+        whole = generation.stop is not StopReason.ABORT and len(generation.spans) == 1
+        made = len(generation.token_ids)
+        self._log.end(name, generation.cached_tokens, made, time.monotonic(), clean=whole)
+        return generation
+
+    async def _knows_kv_order(self) -> bool:
+        try:
+            await self.order_kv([], [])
+        except EngineError:
+            return False
+        return True
+
     def _wire_request(self, request: GenerateRequest) -> wire.WireGenerate:
         sampling = request.sampling
         return wire.WireGenerate(
@@ -196,6 +225,7 @@ class HttpEngineClient:
             ),
             cache_salt=_salt(self._version, request.cache_salt),
             priority=-request.urgency,
+            session_id=request.session if self.kv_control else "",
         )
 
     async def _may_start(self, request_id: str) -> bool:

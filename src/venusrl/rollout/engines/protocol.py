@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from venusrl.scheduling.calibration import Estimate
 from venusrl.types import SamplingParams, StopReason, VersionSpan
 
 
@@ -29,7 +30,8 @@ class EngineLost(EngineError):
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Token ids in. ``request_id`` is unique for ever. ``urgency``: higher first.
 
-    ``cache_salt`` namespaces the prefix cache (by weight version where stale KV would matter).
+    ``cache_salt`` namespaces the prefix cache (by weight version where stale KV would matter). ``session``: whose later
+    requests extend this one, for ``order_kv``.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: SamplingParams
     urgency: int = 0
     cache_salt: str = ""
+    session: str = ""
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +58,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tokens and sequences. ``slots``: sequences decoded at once."""
+    """Tokens and sequences. ``slots``: sequences decoded at once. ``learned``: what its work takes, once known."""
 
     running: int
     waiting: int
@@ -64,6 +67,7 @@ class EngineLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: int
     generated_tokens_total: int = 0
     prefill_tokens_total: int = 0
+    learned: Estimate | None = None
 
 
 class EngineClient(Protocol):
@@ -88,6 +92,15 @@ class EngineClient(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None: ...
+
+    @property
+    def kv_control(self) -> bool:
+        """Whether it obeys ``order_kv``; known once it was ready."""
+        ...
+
+    async def order_kv(self, release: list[str], retain: list[str]) -> None:
+        """Evict what these sessions have cached before, or after, that of others."""
+        ...
 
     async def version(self) -> int: ...
 

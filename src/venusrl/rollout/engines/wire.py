@@ -5,7 +5,8 @@ read are left out; the client ignores what else a server sends.
 
 Must not know: sockets, torch, scheduling.
 
-Guarantees: what the embedded worker accepts and answers is what vLLM 0.32 accepts and answers.
+Guarantees: what the embedded worker accepts and answers is what vLLM 0.32 accepts and answers; ``KV_ORDER`` and
+``session_id`` are its own, and sent to no server that does not know them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ COLLECTIVE_RPC = "/collective_rpc"
 UPDATE_WEIGHT_VERSION = "/update_weight_version"
 WEIGHT_INFO = "/weight_info"
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
+KV_ORDER = "/kv_order"
 HEALTH = "/health"
 METRICS = "/metrics"
 MODELS = "/v1/models"
@@ -60,6 +62,7 @@ class WireGenerate(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str | None = None
     priority: int = 0
     stream: bool = False
+    session_id: str = ""
 
 
 class WireLogprob(msgspec.Struct, frozen=True):
@@ -123,6 +126,13 @@ class WireAbort(msgspec.Struct, frozen=True):
     """No ids: all requests."""
 
     request_ids: list[str] = []
+
+
+class WireKvOrder(msgspec.Struct, frozen=True):
+    """Sessions whose cached KV goes first, and those whose KV goes last."""
+
+    release: list[str] = []
+    retain: list[str] = []
 
 
 class WireVersion(msgspec.Struct, frozen=True):

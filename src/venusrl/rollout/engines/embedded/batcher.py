@@ -52,6 +52,8 @@ class Sequence:
     sampling: SamplingParams
     priority: int = 0
     salt: str = ""
+    session: str = ""
+    """Whose next turn may continue from it; empty: nobody's."""
     prompt_tokens: int = field(init=False)
     order: int = -1
     row: int = -1
@@ -237,6 +239,8 @@ class Batcher:
         """Publish, let go of the pages, and close the gap with the last row."""
         self._publish(sequence)
         self._stop_computing(sequence)
+        if sequence.session:
+            self._pages.note(sequence.session, sequence.pages, sequence.published)
         self._pages.release(sequence.pages)
         last = self.running.pop()
         if last is not sequence:

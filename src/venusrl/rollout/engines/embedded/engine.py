@@ -103,11 +103,12 @@ class Engine:
         *,
         priority: int = 0,
         salt: str = "",
+        session: str = "",
     ) -> None:
         """Queue a request. Raises Refused."""
         self._check(request_id, tokens, max_tokens, sampling)
         limit = min(len(tokens) + max_tokens, self.config.context_tokens)
-        sequence = Sequence(request_id, list(tokens), limit, sampling, priority, salt)
+        sequence = Sequence(request_id, list(tokens), limit, sampling, priority, salt, session)
         generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         self._requests[request_id] = _Request(sequence, Draw(sampling, generator), on_done)
         self._batcher.add(sequence)
@@ -149,6 +150,13 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         self._batcher.reset_cache(new_weights=False)
+
+    def order_kv(self, release: list[str], retain: list[str]) -> None:
+        """Which sessions' cached pages go first and which last; see ``Pages``."""
+        for session in release:
+            self._pages.dismiss(session)
+        for session in retain:
+            self._pages.retain(session)
 
     def load(self) -> EngineLoad:
         size = self.config.page_tokens

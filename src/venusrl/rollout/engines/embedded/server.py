@@ -101,6 +101,7 @@ class Server:
                 web.post(wire.COLLECTIVE_RPC, self._collective_rpc),
                 web.post(wire.UPDATE_WEIGHT_VERSION, self._update_weight_version),
                 web.post(wire.RESET_PREFIX_CACHE, self._reset_prefix_cache),
+                web.post(wire.KV_ORDER, self._kv_order),
             ]
         )
         return app
@@ -145,6 +146,7 @@ class Server:
             lambda ended: None if outcome.done() else outcome.set_result(ended),
             priority=body.priority,
             salt=body.cache_salt or "",
+            session=body.session_id,
         )
         self._work.set()
         try:
@@ -194,6 +196,11 @@ class Server:
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         self._engine.reset_prefix_cache()
+        return _json({"success": True})
+
+    async def _kv_order(self, request: web.Request) -> web.Response:
+        body = await _read(request, wire.WireKvOrder)
+        self._engine.order_kv(body.release, body.retain)
         return _json({"success": True})
 
     async def _models(self, request: web.Request) -> web.Response:

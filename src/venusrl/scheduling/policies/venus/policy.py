@@ -82,8 +82,9 @@ class Venus(Policy):
             case ev.TurnRequested(trajectory=name):
                 self.room.end_gap(name, view.now)
             case ev.TurnFinished(trajectory=name):
-                self._give_up(self.room.missed(name, event.cached_tokens))
-                self._turn_finished(name, event.generated, view, aborted=event.stop is StopReason.ABORT)
+                aborted = event.stop is StopReason.ABORT
+                self._give_up(() if aborted else self.room.missed(name, event.cached_tokens))
+                self._turn_finished(name, event.generated, view, aborted=aborted)
                 self._give_up(() if event.leaves_kv else (name,))
             case ev.TurnDispatched(trajectory=name, worker=worker):
                 self._turn_dispatched(name, worker)
