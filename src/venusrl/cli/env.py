@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from venusrl.sandboxes.manager.node import Node
     from venusrl.sandboxes.manager.serve import Server
 
+
 class Share(StrEnum):
     """As ``templates/sharing.py`` has it; here so that ``--help`` stays quick."""
 

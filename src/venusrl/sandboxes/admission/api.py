@@ -40,7 +40,9 @@ class SandboxView(msgspec.Struct, frozen=True):
 
 
 class HostView(msgspec.Struct, frozen=True):
-    """A host. ``capacity`` is memory minus reserve; ``shared``: template to bytes resident once for all its sandboxes.
+    """A host. ``capacity`` is memory minus reserve; ``shared``: template to bytes resident for all its sandboxes, all
+    copies together. ``copies``: template to whose copies there are (``Request.pages``); a template that is not in it
+    has one, for everybody.
 
     ``available`` is MemAvailable (or what is left below the cgroup's limit), ``pressure`` PSI memory "some" over 10 s
     in percent (None where the kernel has none).
@@ -55,10 +57,12 @@ class HostView(msgspec.Struct, frozen=True):
     shared: dict[str, int] = {}
     sandboxes: tuple[SandboxView, ...] = ()
     draining: bool = False
+    copies: dict[str, tuple[str, ...]] = {}
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A sandbox that wants in (new, or to be resumed with ``private`` bytes)."""
+    """A sandbox that wants in (new, or to be resumed with ``private`` bytes). ``pages``: whose copy of the template's
+    pages it may share ("" = anybody's)."""
 
     template: str
     group: str
@@ -67,6 +71,7 @@ class Request(msgspec.Struct, frozen=True):
     priority: float = 0.0
     mandatory: bool = False
     private: int | None = None
+    pages: str = ""
 
 
 class Pause(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ class FootprintAdmission:
         if not open_hosts:
             return Deny("no_host", "no host takes new sandboxes (none there, or all draining)", _LATEST_S)
         new = newcomer(request, self.learned)
-        elsewhere = max((host.shared.get(request.template, 0) for host in hosts), default=0)
+        elsewhere = max((_one_copy(host, request.template) for host in hosts), default=0)
         best: tuple[tuple[bool, bool, float, str], HostView] | None = None
         closest: tuple[float, HostView] | None = None
         for host in open_hosts:
@@ -83,7 +83,7 @@ class FootprintAdmission:
             room = self._room(host, request, new, elsewhere)
             if room >= 0.0:
                 crowded = host.cpu_used >= _BUSY_CPUS * host.cpus
-                key = (crowded, request.template not in host.shared, room, host.name)
+                key = (crowded, not _holds(host, request), room, host.name)
                 if best is None or key < best[0]:
                     best = (key, host)
             elif closest is None or room > closest[0]:
@@ -264,8 +264,19 @@ def _forecast(host: HostView, load: Load, quantile: float) -> _Forecast:
 
 
 def _new(host: HostView, request: Request, elsewhere: int) -> int:
-    """The template's pages, where the host does not hold them yet."""
-    return 0 if request.template in host.shared else elsewhere
+    """The template's pages, where the host does not hold them yet for this one."""
+    return 0 if _holds(host, request) else elsewhere
+
+
+def _holds(host: HostView, request: Request) -> bool:
+    """Whether the host has a copy of the template's pages that the sandbox may share."""
+    if not request.pages or request.template not in host.copies:
+        return request.template in host.shared
+    return request.pages in host.copies[request.template]
+
+
+def _one_copy(host: HostView, template: str) -> int:
+    return host.shared.get(template, 0) // max(1, len(host.copies.get(template, ())))
 
 
 def _paused(view: SandboxView) -> SandboxView:

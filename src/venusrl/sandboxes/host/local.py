@@ -33,6 +33,7 @@ from venusrl.sandboxes.host.deaths import Deaths
 from venusrl.sandboxes.host.errors import MoveUnsupported, within
 from venusrl.sandboxes.host.footprints import Footprints, Learned
 from venusrl.sandboxes.host.machine import Machine
+from venusrl.sandboxes.host.pages import Pages
 from venusrl.sandboxes.host.records import Record, Records, check_id
 from venusrl.sandboxes.host.snapshots import Kept, Snapshots
 from venusrl.sandboxes.host.states import LocalStates
@@ -46,6 +47,7 @@ from venusrl.sandboxes.protocol import (
 )
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Network, Runtime, Spec
 from venusrl.sandboxes.templates.api import Image
+from venusrl.sandboxes.templates.sharing import Sharing
 
 _log = logging.getLogger(__name__)
 MIB = 1 << 20
@@ -107,7 +109,9 @@ class LocalHost:
         door: Door,
         config: HostConfig | None = None,
         clock: Clock | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
+        """``sharing``: which sandboxes may share pages; None = all."""
         self._config = config or HostConfig()
         self._clock = clock or SystemClock()
         self._runtimes = dict(runtimes)
@@ -126,11 +130,10 @@ class LocalHost:
         self.states = LocalStates(
             self.name, state / "states", self.cells, self._snapshots, images.resolve, self._take, self._clock
         )
+        self._pages = Pages(sharing or Sharing(), self.cells, self._runtimes, self._background)
         self._learned = Learned()
-        self._footprints = Footprints(self.cells, admission, self._clock, self._measure_shared)
-        self._shared: dict[str, int] = {}
+        self._footprints = Footprints(self.cells, admission, self._clock, self._pages.measure)
         self._starting = asyncio.Semaphore(self._config.starting)
-        self._prepared: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._abilities: dict[str, Abilities] = {}
         self._draining = False
         total = self._machine.total
@@ -156,6 +159,7 @@ class LocalHost:
             await asyncio.to_thread(self._receiver.clear)
             await asyncio.to_thread(self.states.clear)
             lost = await self.cells.adopt()
+            await self._pages.sweep()
         except BaseException:  # whatever it was, the next try must find the lock free
             self._records.close()
             raise
@@ -207,7 +211,8 @@ class LocalHost:
             cpus=self._machine.cpus,
             cpu_used=reading.cpu_used,
             pressure=reading.pressure,
-            shared=dict(self._shared),
+            shared=dict(self._pages.shared),
+            copies=dict(self._pages.copies),
             sandboxes=tuple(self._seen(cell, now, wall) for cell in self.cells),
             draining=self._draining,
         )
@@ -294,7 +299,7 @@ class LocalHost:
 
         async def build(runtime: Runtime, spec: Spec) -> Instance:
             await self._displace(displaced)
-            await self._prepare(runtime, record.image)
+            spec = await self._pages.ready(runtime, spec)
             async with self._turn(spec.id), within(self.cells.time_limits.resume, "resume", f"sandbox {spec.id}"):
                 return await moves.rebuild(runtime, spec, taken)
 
@@ -333,12 +338,12 @@ class LocalHost:
 
         async def build(runtime: Runtime, spec: Spec) -> Instance:
             await self._displace(displaced)
-            await self._prepare(runtime, image)
+            spec = await self._pages.ready(runtime, spec)
             async with self._turn(spec.id), within(self.cells.time_limits.create, "create", f"sandbox {spec.id}"):
                 return await how(runtime, spec)
 
         cell = await self.cells.make(record, build)
-        self._shared.setdefault(image.id, 0)
+        self._pages.known(image.id)
         return cell.held(self._clock.monotonic())
 
     def _admit(self, image: Image, order: Order, limits: Limits, private: int | None) -> tuple[Pause, ...]:
@@ -348,6 +353,7 @@ class LocalHost:
             raise SandboxDenied(f"host {self.name} is being drained: try another", 5.0)
         request = Request(
             template=image.id,
+            pages=self._pages.asked(image, order.runtime, order.tenant, order.id),
             group=order.group,
             declared=limits.memory_mib * MIB,
             cpus=limits.cpus,
@@ -365,25 +371,6 @@ class LocalHost:
     async def _displace(self, pauses: tuple[Pause, ...]) -> None:
         for pause in pauses:
             await self._pause_for_memory(pause)
-
-    async def _prepare(self, runtime: Runtime, image: Image) -> None:
-        """What is derived from a template, made once however many ask."""
-        key = (runtime.name, image.id)
-        task = self._prepared.get(key)
-        if task is None:
-
-            async def prepare() -> None:
-                async with within(self.cells.time_limits.prepare, "prepare", f"template {image.name or image.id}"):
-                    await runtime.prepare(image)
-
-            task = self._background.operation(f"prepare {image.id}", prepare())
-            self._prepared[key] = task
-        try:
-            await asyncio.shield(task)
-        except SandboxError:
-            if self._prepared.get(key) is task:
-                del self._prepared[key]
-            raise
 
     def _turn(self, sandbox: str) -> Turn:
         return Turn(self._starting, self.cells.time_limits.queue, sandbox)
@@ -485,17 +472,10 @@ class LocalHost:
             reclaimable=self._learned.reclaimable(record.order.runtime, private),
         )
 
-    async def _measure_shared(self) -> None:
-        """Resident pages of every template in use, over all runtimes."""
-        shared: dict[str, int] = {}
-        for image in {cell.record.image.id for cell in self.cells}:
-            for runtime in self._runtimes.values():
-                shared[image] = shared.get(image, 0) + await runtime.shared(image)
-        self._shared = shared
-
     def _on_ended(self, sandbox: str) -> None:
         self._admission.ended(sandbox)
         self._door.forget(sandbox)
+        self._pages.ended(sandbox)
 
     def _counters(self) -> dict[str, float]:
         errors = {f"errors_in_{name.replace(' ', '_')}": float(n) for name, n in self._background.errors.items()}

@@ -26,6 +26,7 @@ from venusrl.sandboxes.manager.learnt import KeptFootprints
 from venusrl.sandboxes.runtimes.base import Runtime
 from venusrl.sandboxes.templates.fetch import FetchedTemplates, Origin
 from venusrl.sandboxes.templates.service import Templates
+from venusrl.sandboxes.templates.sharing import Share
 
 LEARNED = "learned-footprints.json"
 RUNTIMES = ("namespace", "microvm", "gvisor")
@@ -54,18 +55,21 @@ async def assemble(
     name: str = "local",
     listen: str = "127.0.0.1",
     origin: Origin | None = None,
+    share: Share = "tenant",
 ) -> LocalParts:
     """A started host, ``name`` being what it goes by and ``listen`` the address at which sandboxes of other hosts
-    arrive. ``origin``: whose templates it runs; None = its own. Raises RuntimeUnavailable, ManagerError.
+    arrive. ``origin``: whose templates it runs; None = its own. ``share``: which sandboxes may share pages.
+
+    Raises RuntimeUnavailable, ManagerError.
     """
     runtimes = {one: _runtime(one, state / "runtimes" / one) for one in names}
     admission = FootprintAdmission(FootprintConfig() if overload is None else FootprintConfig(target=overload))
-    templates = Templates(state / "templates", runtimes.get("namespace"))
+    templates = Templates(state / "templates", runtimes.get("namespace"), share=share)
     await templates.start(internet=internet)
     fetched = None if origin is None else FetchedTemplates(templates, origin)
     images: Images = fetched or templates
     config = HostConfig(name=name, memory=memory, reserve=reserve, listen=listen)
-    host = LocalHost(state / "host", runtimes, images, admission, Door(), config)
+    host = LocalHost(state / "host", runtimes, images, admission, Door(), config, sharing=templates.sharing)
     kept = KeptFootprints(state / LEARNED, admission, SystemClock())
     kept.start()  # first: starting the host measures what it takes up
     try:

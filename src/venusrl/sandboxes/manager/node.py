@@ -30,6 +30,7 @@ from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.origin import ServiceTemplates
 from venusrl.sandboxes.manager.records import NodeRecord
 from venusrl.sandboxes.manager.serve import address, beyond_loopback
+from venusrl.sandboxes.templates.sharing import Share
 
 _log = logging.getLogger(__name__)
 NODE_KEY = "node-key"
@@ -51,6 +52,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     memory: int | None = None
     reserve: int | None = None
     internet: bool = False
+    share: Share = "tenant"
 
 
 def connect(record: NodeRecord) -> RemoteHost:
@@ -93,6 +95,7 @@ class Node:
             internet=config.internet,
             name=self.name,
             listen=host,
+            share=config.share,
             origin=ServiceTemplates(config.join, self.name, self._key),
         )
         try:

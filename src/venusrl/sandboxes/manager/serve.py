@@ -31,6 +31,7 @@ from venusrl.sandboxes.manager.state import ADMIN_KEY, DEFAULT_KEY, JOIN_KEY, SE
 from venusrl.sandboxes.manager.state import default_state as default_state
 from venusrl.sandboxes.manager.store import StateLock, Store
 from venusrl.sandboxes.manager.tokens import Secret
+from venusrl.sandboxes.templates.sharing import Share
 
 _log = logging.getLogger(__name__)
 _GRACE_S = (3.0, 86400.0)
@@ -50,6 +51,7 @@ class ServeConfig(msgspec.Struct, frozen=True):
     memory: int | None = None
     reserve: int | None = None
     overload: float | None = None
+    share: Share = "tenant"
     settings: Settings = Settings()
     replicas: Path | None = None
     replicas_bytes: int | None = None
@@ -122,6 +124,7 @@ class Server:
                 overload=config.overload,
                 internet=config.settings.internet,
                 listen=host,
+                share=config.share,
             )
         except BaseException:  # whatever it was: give back what was opened, and pass it on
             store.close()

@@ -29,6 +29,7 @@ from venusrl.sandboxes.templates.api import Image, Start
 from venusrl.sandboxes.templates.compose import Composer, find_account
 from venusrl.sandboxes.templates.errors import BadTemplate, BuildFailed
 from venusrl.sandboxes.templates.records import Level
+from venusrl.sandboxes.templates.sharing import Sharing
 from venusrl.sandboxes.templates.store import CacheEntry, Store
 from venusrl.sandboxes.templates.unpack import Bounds
 
@@ -63,8 +64,18 @@ class BuildRules(msgspec.Struct, frozen=True):
 class Builder:
     """Builds in sandboxes of ``runtime``; ``capture`` is how its sandboxes become layers."""
 
-    def __init__(self, store: Store, runtime: Runtime, capture: Capture, rules: BuildRules, *, internet: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        runtime: Runtime,
+        capture: Capture,
+        rules: BuildRules,
+        sharing: Sharing,
+        *,
+        internet: bool,
+    ) -> None:
         self._store = store
+        self._sharing = sharing
         self._runtime = runtime
         self._capture = capture
         self._rules = rules
@@ -203,13 +214,20 @@ class Builder:
         limits = Limits(memory_mib=image.memory_mib, pids=self._rules.pids, cpus=image.cpus, disk_mib=image.disk_mib)
         bare = self._store.put_image(msgspec.structs.replace(image, start=None))
         spec = Spec(
-            id=f"build-{secrets.token_hex(8)}", image=bare, limits=limits, network=Network(internet=self._internet)
+            id=f"build-{secrets.token_hex(8)}",
+            image=bare,
+            limits=limits,
+            network=Network(internet=self._internet),
+            tenant=image.owner,
         )
-        instance = await self._runtime.create(spec)
         try:
-            yield instance
+            instance = await self._runtime.create(await self._sharing.made_of(spec))
+            try:
+                yield instance
+            finally:
+                await asyncio.shield(instance.kill())
         finally:
-            await asyncio.shield(instance.kill())
+            await asyncio.shield(self._sharing.let_go(spec.id))
 
     def _process(self, image: Image, command: str, user: str) -> ProcessSpec:
         merged = self._merged(image)

@@ -43,6 +43,7 @@ from venusrl.sandboxes.templates.records import (
     Template,
     checked_name,
 )
+from venusrl.sandboxes.templates.sharing import Share, Sharing
 from venusrl.sandboxes.templates.store import Collected, Store
 from venusrl.sandboxes.templates.uploads import Uploads
 
@@ -82,8 +83,11 @@ class Rules(msgspec.Struct, frozen=True):
 class Templates:
     """All templates below one directory. ``runtime`` builds; without one only imports and look-ups work."""
 
-    def __init__(self, state: Path, runtime: Runtime | None = None, rules: Rules | None = None) -> None:
+    def __init__(
+        self, state: Path, runtime: Runtime | None = None, rules: Rules | None = None, share: Share = "all"
+    ) -> None:
         self.store = Store(state)
+        self.sharing = Sharing(share, self.store)
         self.records = Records(state / "records")
         self._runtime = runtime
         self._rules = rules or Rules()
@@ -319,7 +323,9 @@ class Templates:
         def log(level: Level, message: str, step: str) -> None:
             self._say(build.id, level, message, step)
 
-        builder = Builder(self.store, runtime, capture_of(runtime), self._rules.build, internet=self._internet)
+        builder = Builder(
+            self.store, runtime, capture_of(runtime), self._rules.build, self.sharing, internet=self._internet
+        )
         async with self.making():
             log("info", f"base: {request.from_image or request.from_template}", "base")
             base = await self._base_of(tenant, build, request)

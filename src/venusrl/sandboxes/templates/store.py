@@ -1,6 +1,7 @@
 """Layers and images on a host's disk, by content.
 
-Owns: the directories below one root: ``layers`` (each a root file system tree under its digest), ``images`` (what a
+Owns: the directories below one root: ``layers`` (each a root file system tree under its digest, beside it copies for
+those who may not share its pages), ``images`` (what a
 template is, under its own content's id), ``pins`` (who uses which image), ``cache`` (what a build step gave) and
 ``work`` (what is being made). Who may use a layer, and when it may go.
 
@@ -21,9 +22,10 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from venusrl.sandboxes.templates.errors import BadTemplate, TemplateBusy
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_COPIES, _CLAIM = "copies", "first"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -150,6 +153,29 @@ class Store:
             raise TemplateNotFound(f"{path} is no layer of the store in {self._root}")
         return digest
 
+    def apart(self, path: str, domain: str, *, first_may_have_it: bool) -> str:
+        """The layer at ``path`` as files that nobody but ``domain`` gets: a copy, or, for the first domain that asks
+        (``first_may_have_it``), the layer itself. Copies go with their layer, or by ``drop_copies``."""
+        place = self._layers / self.digest_of(path)
+        with disk_errors(self._root), self.making():
+            if first_may_have_it and _claimed(place / _CLAIM, domain):
+                return path
+            copy = place / _COPIES / _checked(domain)
+            if not copy.exists():
+                copy.parent.mkdir(mode=0o700, exist_ok=True)
+                with self.staging() as scratch:
+                    _copy_tree(path, scratch / "copy")
+                    with suppress(FileExistsError):  # another process was first: its copy is the same
+                        _rename_new(scratch / "copy", copy)
+        return str(copy)
+
+    def drop_copies(self, unwanted: Callable[[str], bool]) -> None:
+        """Remove what ``apart`` copied for every domain that is ``unwanted``."""
+        for copy in list(self._layers.glob(f"*/{_COPIES}/*")):
+            if unwanted(copy.name):
+                with disk_errors(self._root), self.staging() as rubbish, suppress(FileNotFoundError):
+                    copy.rename(rubbish / copy.name)
+
     def damaged(self) -> list[str]:
         """Digests of layers whose content is no longer theirs. Reads everything."""
         return [layer.digest for layer in self.layers() if tree.measure(Path(layer.path)).digest != layer.digest]
@@ -257,6 +283,35 @@ class Store:
             except BlockingIOError:
                 raise TemplateBusy("a template is being built or imported: collect when it has ended") from None
             yield
+
+
+def _claimed(claim: Path, domain: str) -> bool:
+    """Whether the layer is ``domain``'s: it is for good of whoever asks first."""
+    try:
+        os.symlink(domain, claim)
+    except FileExistsError:
+        return os.readlink(claim) == domain
+    return True
+
+
+def _copy_tree(source: str, target: Path) -> None:
+    """All of a layer: owners, modes, times, attributes, links, whiteouts. Raises OSError, SandboxError."""
+    command = ["cp", "-a", "--reflink=auto", "--", source, str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "LC_ALL": "C"})
+    if done.returncode:
+        if "No space left" in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        raise SandboxError(f"the layer {source} cannot be copied: {done.stderr.strip()[-300:]}")
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Raises FileExistsError."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(target) from None
+        raise
 
 
 def image_id(image: Image, digests: list[str]) -> str:

@@ -1,0 +1,97 @@
+"""The pages that a host's sandboxes have in common: made ready, measured, let go.
+
+Owns: what was derived of which template (once, however many ask), whose copies of a template's pages are in use, how
+much of them is resident.
+
+Must not know: who may share with whom (``templates/sharing.py`` says), records on disk, admission.
+
+Guarantees: a sandbox is made of no other pages than it may share. What was made for one sandbox alone goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from venusrl.sandboxes.host.background import Background
+from venusrl.sandboxes.host.cells import Cells
+from venusrl.sandboxes.host.errors import within
+from venusrl.sandboxes.protocol import SandboxError
+from venusrl.sandboxes.runtimes.base import Runtime, Spec
+from venusrl.sandboxes.templates.api import Image
+from venusrl.sandboxes.templates.sharing import Sharing
+
+
+class Pages:
+    """``shared``: template to resident bytes, all copies together; ``copies``: template to the ids of its copies."""
+
+    def __init__(
+        self, sharing: Sharing, cells: Cells, runtimes: Mapping[str, Runtime], background: Background
+    ) -> None:
+        self.shared: dict[str, int] = {}
+        self.copies: dict[str, tuple[str, ...]] = {}
+        self._sharing = sharing
+        self._cells = cells
+        self._runtimes = runtimes
+        self._background = background
+        self._prepared: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def asked(self, image: Image, runtime: str, tenant: str, sandbox: str) -> str:
+        """The id of the pages that a sandbox would share. Raises BadTemplate for what cannot be kept apart."""
+        others = [cell.record.order.tenant for cell in self._cells if cell.record.image.id == image.id]
+        self._sharing.check(image, runtime, tenant, others)
+        return self._sharing.pages(image.id, tenant, sandbox) if image.layers else image.id
+
+    async def ready(self, runtime: Runtime, spec: Spec) -> Spec:
+        """The sandbox, of pages that it may share, with what is derived from them made."""
+        seconds = self._cells.time_limits.prepare
+        async with within(seconds, "prepare", f"layers of sandbox {spec.id}"):
+            spec = await self._sharing.made_of(spec)
+        image = spec.image
+        key = (runtime.name, image.id)
+        task = self._prepared.get(key)
+        if task is None:
+
+            async def prepare() -> None:
+                async with within(seconds, "prepare", f"template {image.name or image.id}"):
+                    await runtime.prepare(image)
+
+            task = self._background.operation(f"prepare {image.id}", prepare())
+            self._prepared[key] = task
+        try:
+            await asyncio.shield(task)
+        except SandboxError:
+            if self._prepared.get(key) is task:
+                del self._prepared[key]
+            raise
+        return spec
+
+    def known(self, template: str) -> None:
+        """It has sandboxes from now on; how much of it is resident is measured later."""
+        self.shared.setdefault(template, 0)
+
+    async def measure(self) -> None:
+        """Look at every copy in use, over all runtimes."""
+        shared: dict[str, int] = {}
+        copies: dict[str, list[str]] = {}
+        made = [(cell.record.image.id, cell.instance) for cell in self._cells]
+        for template, pages in sorted({(one, instance.spec.image.id) for one, instance in made if instance}):
+            copies.setdefault(template, []).append(pages)
+            for runtime in self._runtimes.values():
+                shared[template] = shared.get(template, 0) + await runtime.shared(pages)
+        self.shared, self.copies = shared, {template: tuple(found) for template, found in copies.items()}
+
+    async def sweep(self) -> None:
+        """After a restart: remove what was made for sandboxes that are here no more."""
+        await self._sharing.sweep(cell.id for cell in self._cells)
+
+    def ended(self, sandbox: str) -> None:
+        if self._sharing.share == "none":
+            self._background.operation(f"let go of the pages of {sandbox}", self._let_go(sandbox))
+
+    async def _let_go(self, sandbox: str) -> None:
+        suffix = self._sharing.pages("", "", sandbox)
+        for name, pages in [key for key in self._prepared if key[1].endswith(suffix)]:
+            await asyncio.wait((self._prepared.pop((name, pages)),))
+            await self._runtimes[name].forget(pages)
+        await self._sharing.let_go(sandbox)
