@@ -275,7 +275,7 @@ STATUS = Status(
     evaluations=[EvaluationPoint(0, "sampled", 0.31), EvaluationPoint(10, "sampled", 0.48)],
     tokens_per_s=1421.4,
     trainer="waiting",
-    workers=[WorkerStatus("engine-0", "serving", 17, 31, 4, 64, 30000, 65536)],
+    workers=[WorkerStatus("engine-0", "serving", 17, 31, 4, 64, 30000, 65536, step_s=0.0123)],
     discarded={"crash": 1024},
     lines=["[worker] down " + "x" * 200],
 )
@@ -290,6 +290,7 @@ def test_the_panel_fits_its_width_and_shows_what_matters(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) == width
     for fact in ("17/40", "2 mandatory groups", "0.31 → 0.48", "1,421/s", "1,024", "engine-0", "[worker] down"):
         assert fact in text
+    assert ("12.3 ms" in text) is (width >= 80)
 
 
 def test_a_run_that_has_just_begun_can_be_shown() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from venusrl.coordinator.errors import RunFailed
@@ -15,7 +16,16 @@ from venusrl.coordinator.store import EvaluationRecord, OpenedTrajectory, RunSto
 from venusrl.coordinator.workers import Allowance, EnginePool, RunningEngine
 from venusrl.recipe import Recipe, resolve
 from venusrl.rollout.engines.protocol import EngineClient, EngineError
-from venusrl.scheduling.events import Event, WorkerAcknowledged, WorkerDown, WorkerUp
+from venusrl.scheduling.calibration import Estimate
+from venusrl.scheduling.costs import EngineCosts
+from venusrl.scheduling.events import (
+    Event,
+    WorkerAcknowledged,
+    WorkerCalibrated,
+    WorkerDown,
+    WorkerMeasured,
+    WorkerUp,
+)
 from venusrl.testing.engine import FakeEngine
 from venusrl.testing.runs import made_up_trajectory
 from venusrl.types import Trajectory
@@ -294,3 +304,25 @@ async def test_idle_workers_help_with_the_last_evaluation(tmp_path: Path) -> Non
         assert {version for version, _, _ in bench.results} == {6}
         assert ("version", "") in helper.calls
         await bench.evaluator.close()
+
+
+async def test_what_the_work_takes_is_told_when_it_is_learned_and_when_it_changes(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, restarts=1, measure_every_s=0.001)
+    life = asyncio.create_task(fleet.pool.keep("w0"))
+    await fleet.hear(WorkerUp)
+    engine = fleet.starter.running[0].engine
+    costs = EngineCosts(0.01, 1e-4, 1e-7, 1e-4, 0.0)
+    engine.learned = Estimate(costs, 0.001, 0.1, 100)
+    await fleet.hear(WorkerCalibrated)
+    engine.learned = Estimate(msgspec.structs.replace(costs, step_base_s=0.0101), 0.001, 0.1, 150)
+    await fleet.hear(WorkerMeasured, 1 + sum(isinstance(event, WorkerMeasured) for event in fleet.events))
+    slower = msgspec.structs.replace(costs, step_base_s=0.03, step_sequence_s=1e-3)
+    engine.learned = Estimate(slower, 0.001, 0.1, 200)
+    await fleet.hear(WorkerCalibrated, 2)
+    told = [event.costs for event in fleet.events if isinstance(event, WorkerCalibrated)]
+    assert told == [costs, slower], "a small change is not worth telling"
+    fleet.starter.running[0].die("killed")
+    await fleet.hear(WorkerUp, 2)
+    again = [event for event in fleet.events if isinstance(event, WorkerUp)][-1]
+    assert again.costs == slower, "a restart changes nothing of it"
+    await over(life)

@@ -123,9 +123,18 @@ def summary_table(facts: dict[str, Any]) -> Table:
         ("waiting on coordinator", _share(facts["coordinator_critical_fraction"])),
         ("tokens discarded", ", ".join(f"{n:,} {reason}" for reason, n in discarded.items()) or "none"),
     ]
+    rows += [(name, _engine(learned)) for name, learned in sorted(facts["engine_costs"].items())]
     shown = table(("", ""), rows)
     shown.show_header = False
     return shown
+
+
+def _engine(learned: dict[str, Any]) -> str:
+    """What its work takes, and how well that is known."""
+    costs = learned["costs"]
+    step = f"step {1000 * costs['step_base_s']:.3g} ms + {1000 * costs['step_sequence_s']:.3g} ms a sequence"
+    prefill = f"prefill {1000 * costs['prefill_token_s']:.3g} ms a token"
+    return f"{step}; {prefill} (median error {learned['error']:.0%} of {learned['samples']} turns)"
 
 
 def _change(start: float | None, end: float | None) -> str:

@@ -110,7 +110,7 @@ def status(
 
 def _worker(pool: EnginePool, name: str, version: int) -> WorkerStatus:
     worker = pool.workers[name]
-    load = worker.load
+    load, costs = worker.load, worker.costs
     return WorkerStatus(
         name=name,
         state=worker.state,
@@ -121,4 +121,5 @@ def _worker(pool: EnginePool, name: str, version: int) -> WorkerStatus:
         kv_used=load.kv_used if load else 0,
         kv_capacity=load.kv_capacity if load else 0,
         restarts=worker.restarts,
+        step_s=costs.step_s(max(1, load.running), load.kv_used) if costs and load else None,
     )

@@ -6,9 +6,9 @@ allows. How an engine is started is a ``EngineStarter``'s affair (``engines.py``
 Must not know: trajectories, how weights travel (``publish.py``).
 
 Guarantees: a worker is announced (``WorkerUp``) only once it serves the newest weights, so that nobody waits
-for a version that no engine was ever told (T08); one that dies, hangs or does not take weights in time is
-announced (``WorkerDown``), stopped for good, and started again; when the allowance is spent the run fails with
-the original cause.
+for a version that no engine was ever told (T08); what its work takes is told once it is learned; one that dies, hangs
+or does not take weights in time is announced (``WorkerDown``), stopped for good, and started again; when the allowance
+is spent the run fails with the original cause.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import msgspec
 from venusrl.coordinator.errors import CoordinatorError, RunFailed
 from venusrl.coordinator.publish import WeightPublisher, Weights
 from venusrl.rollout.engines.protocol import EngineClient, EngineError, EngineLoad
-from venusrl.scheduling.events import Event, WorkerDown, WorkerMeasured, WorkerUp
+from venusrl.scheduling.calibration import differ
+from venusrl.scheduling.costs import EngineCosts
+from venusrl.scheduling.events import Event, WorkerCalibrated, WorkerDown, WorkerMeasured, WorkerUp
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class WorkerState(msgspec.Struct):
     state: str = "starting"
     restarts: int = 0
     load: EngineLoad | None = None
+    costs: EngineCosts | None = None
+    """What its work takes as the scheduler was told; kept over a restart, which changes nothing of it."""
 
 
 class Allowance:
@@ -162,7 +166,7 @@ class EnginePool:
         worker.state, worker.load = "serving", load
         self._clients[name] = engine.client
         self._attach(name, engine.client, weights.version)
-        self._notify(WorkerUp(name, load.kv_capacity, load.slots, weights.version))
+        self._notify(WorkerUp(name, load.kv_capacity, load.slots, weights.version, worker.costs))
         self._publisher.add(name, engine.client, weights.version)
         self._on_event("worker_up", {"worker": name, "version": weights.version, "restarts": worker.restarts})
         ends = {
@@ -190,7 +194,17 @@ class EnginePool:
                 continue
             silent, worker.load = 0, load
             self._notify(WorkerMeasured(worker.name, load.running, load.waiting, load.kv_used))
+            self._calibrate(worker, load)
         return f"it does not answer: {words}"
+
+    def _calibrate(self, worker: WorkerState, load: EngineLoad) -> None:
+        """Hand on what the worker's work takes when it is known, or known to be notably otherwise."""
+        learned = load.learned
+        if learned is None or not differ(worker.costs, learned.costs, max(1, load.slots // 2), load.kv_capacity // 2):
+            return
+        worker.costs = learned.costs
+        self._notify(WorkerCalibrated(worker.name, learned.costs))
+        self._on_event("worker_calibrated", {"worker": worker.name, **msgspec.to_builtins(learned)})
 
     async def _down(self, worker: WorkerState, engine: RunningEngine) -> None:
         worker.state = "down"

@@ -47,6 +47,8 @@ class History(msgspec.Struct):
     error: str
     values: dict[str, float]
     """The newest value of every metric ever reported."""
+    engines: dict[str, dict[str, Any]]
+    """What each worker's work takes, as learned last: the fields of ``worker_calibrated``."""
 
     def series(self, name: str) -> list[float]:
         """A metric over the steps that reported it."""
@@ -64,13 +66,14 @@ class History(msgspec.Struct):
 
 # Every trained step reports it; lines without it (an evaluation's scalar) do not make a step.
 _STEP_MARK = "reward/mean"
+_NO_COST = ("t", "kind", "worker")
 
 
 def read_history(events: Iterable[dict[str, Any]]) -> History:
     """Fold a run's events (in order) into its history."""
     steps: dict[int, StepPoint] = {}
     evaluations: dict[tuple[int, str], dict[str, Any]] = {}
-    history = History([], [], 0.0, 0, None, None, "", "", {})
+    history = History([], [], 0.0, 0, None, None, "", "", {}, {})
     closed_s, session_start = 0.0, 0.0
     for event in events:
         t, kind = float(event["t"]), event["kind"]
@@ -87,6 +90,8 @@ def read_history(events: Iterable[dict[str, Any]]) -> History:
             _add_scalars(event, history, steps)
         elif kind == "evaluation":
             evaluations[int(event["version"]), str(event["mode"])] = {**event, "wall_s": history.wall_s}
+        elif kind == "worker_calibrated":
+            history.engines[str(event["worker"])] = {k: v for k, v in event.items() if k not in _NO_COST}
         elif kind == "run_finished":
             history.outcome = str(event.get("reason", "finished"))
             history.error = str(event.get("error") or "")

@@ -135,13 +135,14 @@ def _workers(workers: Sequence[WorkerStatus]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for name in ("worker", "state", "version"):
         table.add_column(name, no_wrap=True)
-    for name in ("running", "waiting", "KV"):
+    for name in ("running", "waiting", "KV", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     for w in workers:
         kv = f"{w.kv_used / w.kv_capacity:.0%} of {w.kv_capacity:,}" if w.kv_capacity else "-"
         state = f"{w.state} (restarts: {w.restarts})" if w.restarts else w.state
         running = f"{w.running}/{w.slots}" if w.slots else f"{w.running}"
-        table.add_row(w.name, state, f"v{w.version}", running, str(w.waiting), kv)
+        step = "-" if w.step_s is None else f"{1000 * w.step_s:.3g} ms"
+        table.add_row(w.name, state, f"v{w.version}", running, str(w.waiting), kv, step)
     return table
 
 

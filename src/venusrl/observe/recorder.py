@@ -9,6 +9,8 @@ summary and the plots read back:
 - ``scalars`` (``step``, ``values``): metrics of the trained step that made weight version ``step``. The newest
   line of a step wins.
 - ``evaluation`` (``version``, ``mode``, ``reward``, ``ci_low``, ``ci_high``, ``tasks``).
+- ``worker_calibrated`` (``worker``, ``costs``: seconds by the names of ``EngineCosts``, ``overhead_s``, ``error``:
+  median relative error, ``samples``). The newest line of a worker counts.
 
 Everything else is free text for people (``worker_down``, ``published``...).
 

@@ -21,6 +21,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_used: int = 0
     kv_capacity: int = 0
     restarts: int = 0
+    step_s: float | None = None
+    """What a decode step takes at this load, as learned from its turns; None = not known yet."""
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -52,6 +52,8 @@ class Summary(msgspec.Struct, frozen=True):
     trainer_idle_fraction: float | None
     coordinator_critical_fraction: float | None
     discarded_tokens_by_reason: dict[str, int]
+    engine_costs: dict[str, dict[str, Any]]
+    """By worker, what its work takes as learned from its turns (``worker_calibrated``)."""
     seeds: dict[str, int]
     versions: dict[str, str]
 
@@ -98,6 +100,7 @@ def summarise(history: History, recipe: dict[str, Any], name: str) -> Summary:
             for key, value in sorted(history.values.items())
             if key.startswith(_DISCARDED)
         },
+        engine_costs=history.engines,
         seeds={
             section: int(recipe[section]["seed"])
             for section in ("run", "tasks", "training")

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from venusrl.rollout.engines.protocol import EngineError, EngineLoad, EngineLost, GenerateRequest, Generation
+from venusrl.scheduling.calibration import Estimate
 from venusrl.types import StopReason, VersionSpan
 
 Respond = Callable[[list[int]], list[int]]
@@ -107,6 +108,7 @@ class FakeEngine:
         self._load_failure: str | None = None
         self.crashed = ""
         self.kv_control = False
+        self.learned: Estimate | None = None
         self.calls: list[tuple[str, str]] = []
         """Every call in order: (method, request id or detail)."""
         self.cross_version_hits = 0
@@ -201,6 +203,7 @@ class FakeEngine:
             slots=self._slots,
             generated_tokens_total=self._generated,
             prefill_tokens_total=self._prefilled,
+            learned=self.learned,
         )
 
     async def close(self) -> None:
