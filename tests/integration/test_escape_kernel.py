@@ -17,6 +17,7 @@ import pytest
 from tests.integration.persistent import output, running, shell, spec
 
 from venusrl.sandboxes.runtimes.base import Instance
+from venusrl.sandboxes.runtimes.namespace import kernel
 from venusrl.sandboxes.runtimes.namespace.instance import Record
 
 USERS = ("user", "root")
@@ -191,3 +192,20 @@ async def test_limits_cannot_be_lifted_from_inside(pair: tuple[Instance, Instanc
         assert (await shell(pair[0], "python3 -c 'import os; os.sched_setscheduler(0, 1, os.sched_param(50))'", user))[
             0
         ] != 0
+
+
+async def test_nothing_of_pid_1_tells_where_it_comes_from(pair: tuple[Instance, Instance]) -> None:
+    told = "tr '\\0' ' ' < /proc/1/cmdline; cat /proc/1/comm; readlink /proc/1/exe /proc/1/cwd /proc/1/root"
+    assert (await output(pair[0], f"{told}; true", "root")).split() == ["agent", "agent"]
+
+
+async def test_nobody_inside_becomes_a_less_likely_victim_than_the_service(pair: tuple[Instance, Instance]) -> None:
+    """With CAP_SYS_RESOURCE the kernel holds every sandbox to the score it was given, else to ours."""
+    least = 300 if kernel.has_capability(kernel.CAP_SYS_RESOURCE) else int(Path("/proc/self/oom_score_adj").read_text())
+    for user in USERS:
+        tries = "for n in -1000 -1 0 100; do for p in 1 self $$; do echo $n > /proc/$p/oom_score_adj; done; done"
+        await shell(pair[0], f"({tries}) 2> /dev/null; sleep 1000 > /dev/null 2>&1 &", user)
+    group = pair[0]._maker.group(pair[0].spec.id)  # type: ignore[attr-defined]
+    scores = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in group.pids()]
+    assert len(scores) >= 3
+    assert min(scores) >= least

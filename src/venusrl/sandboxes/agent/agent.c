@@ -115,6 +115,15 @@ static void serve(void)
     }
 }
 
+/* What /proc/1 tells inside: nothing of where we come from, on any runtime. */
+static void rename_us(int argc, char **argv)
+{
+    char *end = argv[argc - 1] + strlen(argv[argc - 1]);
+    memset(argv[0], 0, (size_t)(end - argv[0]));
+    memcpy(argv[0], "agent", sizeof "agent");
+    prctl(PR_SET_NAME, "agent");
+}
+
 int main(int argc, char **argv)
 {
     bool port = argc == 3 && strcmp(argv[1], "--port") == 0;
@@ -136,12 +145,14 @@ int main(int argc, char **argv)
     }
     watch_set(&children, EPOLLIN);
     in_vm = port;
+    const char *where = must(strdup(argv[2]));
+    rename_us(argc, argv);
     if (port)
-        link_port(argv[2]);
+        link_port(where);
     else if (bound)
-        link_bind(argv[2]);
+        link_bind(where);
     else
-        link_listen(atoi(argv[2]));
+        link_listen(atoi(where));
     processes_reap();
     serve();
 }

@@ -179,9 +179,8 @@ def _can_join(directory: Path) -> bool:
 
 
 def _enter(directory: Path) -> None:
-    # v1: a thread that moves itself needs no global lock, which the cgroup.procs file would take.
     tasks = directory / "tasks"
-    (tasks if tasks.exists() else directory / "cgroup.procs").write_text("0")
+    joining(1 if tasks.exists() else 2, directory).write_text("0")
 
 
 class SandboxGroup:
@@ -223,24 +222,34 @@ class SandboxGroup:
             remove_tree(path)
 
     def _limit(self, limits: Limits, swap: bool) -> None:
-        memory = limits.memory_mib << 20
-        pids = limits.pids + _HELPER_PIDS
-        quota = max(1000, int(limits.cpus * _CPU_PERIOD_US))
-        if self._version == 2:
-            here = self._paths[""]
-            (here / "memory.max").write_text(str(memory))
-            (here / "pids.max").write_text(str(pids))
-            if not swap:
-                _write_if_there(here / "memory.swap.max", "0")
-            _write_if_there(here / "cpu.max", f"{quota} {_CPU_PERIOD_US}")
-            return
-        (self._paths["memory"] / "memory.limit_in_bytes").write_text(str(memory))
+        for path, value, needed in limiting(self._version, self._paths, limits, swap=swap):
+            if needed or path.exists():
+                path.write_text(value)
+
+
+def limiting(version: int, paths: dict[str, Path], limits: Limits, *, swap: bool) -> list[tuple[Path, str, bool]]:
+    """What to write where to limit a new group; whether the file must be there."""
+    memory = str(limits.memory_mib << 20)
+    pids = str(limits.pids + _HELPER_PIDS)
+    quota = max(1000, int(limits.cpus * _CPU_PERIOD_US))
+    if version == 2:
+        here = paths[""]
+        found = [(here / "memory.max", memory, True), (here / "pids.max", pids, True)]
         if not swap:
-            _write_if_there(self._paths["memory"] / "memory.memsw.limit_in_bytes", str(memory))
-        (self._paths["pids"] / "pids.max").write_text(str(pids))
-        if "cpu" in self._paths:
-            _write_if_there(self._paths["cpu"] / "cpu.cfs_period_us", str(_CPU_PERIOD_US))
-            _write_if_there(self._paths["cpu"] / "cpu.cfs_quota_us", str(quota))
+            found.append((here / "memory.swap.max", "0", False))
+        return [*found, (here / "cpu.max", f"{quota} {_CPU_PERIOD_US}", False)]
+    found = [(paths["memory"] / "memory.limit_in_bytes", memory, True), (paths["pids"] / "pids.max", pids, True)]
+    if not swap:
+        found.append((paths["memory"] / "memory.memsw.limit_in_bytes", memory, False))
+    if "cpu" in paths:  # the period of a new group is _CPU_PERIOD_US
+        found.append((paths["cpu"] / "cpu.cfs_quota_us", str(quota), False))
+    return found
+
+
+def joining(version: int, directory: Path) -> Path:
+    """Where a single-threaded process writes "0" to be in a group."""
+    # v1: a thread that moves itself needs no global lock, which the cgroup.procs file would take.
+    return directory / ("cgroup.procs" if version == 2 else "tasks")
 
 
 def _write_if_there(path: Path, value: str) -> None:
@@ -252,10 +261,12 @@ def remove_tree(directory: Path) -> None:
     """Kill every process in ``directory`` and below, then remove it. Only for directories of ours."""
     if not any(part.startswith(PREFIX) for part in directory.parts):
         raise SandboxError(f"refusing to clear the control group {directory}: it is not one of VenusRL's")
-    if not directory.is_dir():
+    if _rmdir(directory):
         return
-    for child in [entry for entry in directory.iterdir() if entry.is_dir()]:
-        remove_tree(child)
+    with os.scandir(directory) as entries:
+        children = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    for child in children:
+        remove_tree(Path(child))
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
     while not _rmdir(directory):
         if time.monotonic() > deadline:

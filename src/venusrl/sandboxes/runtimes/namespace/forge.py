@@ -1,6 +1,6 @@
-"""The process that makes persistent sandboxes: small and single-threaded, so that forking it is cheap and safe.
+"""The process that makes persistent sandboxes: small and single-threaded, so that it can enter namespaces.
 
-Owns: the loop: requests from the runtime's socket, one child for each sandbox being made, user namespaces kept for
+Owns: the loop: requests from the runtime's socket, one maker for each sandbox being made, user namespaces kept for
 reuse, the reaping of sandboxes that end while it lives.
 
 Must not know: asyncio, what a sandbox is for, who adopts it.
@@ -13,7 +13,6 @@ environment but for what Python needs.
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import selectors
 import signal
@@ -25,12 +24,23 @@ from contextlib import suppress
 from functools import partial
 
 from venusrl.sandboxes.protocol import HostDiskFull, RuntimeUnavailable, SandboxError
-from venusrl.sandboxes.runtimes.namespace import groups, kernel, making, orders, seccomp, skeleton, stage, userns, wire
+from venusrl.sandboxes.runtimes.namespace import (
+    groups,
+    kernel,
+    making,
+    orders,
+    seccomp,
+    skeleton,
+    stage,
+    steps,
+    userns,
+    wire,
+)
 from venusrl.sandboxes.runtimes.namespace.orders import Answer, Made, Make, Prepare, Ready
 from venusrl.sandboxes.runtimes.namespace.userns import IdSlot
 
 _READ = 1 << 16
-_KEPT_NAMESPACES = 256
+_KEPT_NAMESPACES, _KEPT_FURNITURE = 256, 256
 SOCKETS, STAGE = "sockets", "stage"
 _LOCK = "forge.lock"
 _PREDECESSOR_S = 30.0
@@ -47,6 +57,9 @@ class Forge:
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._tools: making.Tools | None = None
+        self._maker = ""
+        self._furniture: OrderedDict[tuple[tuple[str, ...], str], making.Furniture] = OrderedDict()
+        self._waiting: set[Birth] = set()
         self._namespaces: OrderedDict[int, int] = OrderedDict()
         self._open = True
         self._lock = -1
@@ -121,27 +134,29 @@ class Forge:
             raise RuntimeUnavailable(f"sandboxes need a system call filter, and there is none yet for {machine}")
         privileged = order.base is not None
         found = groups.open_node(order.group)
-        agent = os.open(order.agent, os.O_RDONLY | os.O_CLOEXEC)
-        sockets = os.open(f"{order.state}/{SOCKETS}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Not close-on-exec: makers, the only programs started here, use these.
+        agent = os.open(order.agent, os.O_RDONLY)
+        sockets = os.open(f"{order.state}/{SOCKETS}", os.O_RDONLY | os.O_DIRECTORY)
+        for fd in (agent, sockets, self._lock):
+            os.set_inheritable(fd, True)
         stage.enter_private_namespace(privileged)
         skeleton.enter(f"{order.state}/{STAGE}", orders.SANDBOX_USER if privileged else 0)
+        self._maker = order.maker
+        rules = seccomp.program(machine)
         self._tools = making.Tools(
             groups=found,
             sockets=sockets,
-            agent=agent,
-            agent_arguments=order.arguments,
-            seccomp=seccomp.program(machine),
             idmapped=order.base is not None
             and skeleton.can_map_owners(self._namespace(IdSlot(order.base, order.count))),
+            root=making.entering_root(),
+            last=making.becoming_agent(agent, order.arguments, rules, privileged=privileged),
         )
-        gc.collect()
-        gc.freeze()  # forked children then copy less
         return Ready(order.id, os.getpid(), self._tools.idmapped)
 
     def _wait_for_predecessors(self, path: str) -> None:
         """Until no earlier forge of this directory, nor any of its children, still makes a sandbox.
 
-        One that came to be after its service was replaced would be nobody's. Our children share the lock until their
+        One that came to be after its service was replaced would be nobody's. Our makers share the lock until their
         agent runs.
         """
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -165,42 +180,87 @@ class Forge:
         if self._tools is None:
             raise RuntimeUnavailable("the forge was not prepared")
         namespace = None if order.base is None else self._namespace(IdSlot(order.base, order.count))
+        lacks = self._lacks(order) if order.layers else making.Furniture()
+        waits, go = os.pipe2(os.O_CLOEXEC) if order.archive is not None else (-1, -1)
         answered, answer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(answered, False)
-        child = self._fork(privileged=order.base is not None)
-        if child == 0:
-            making.make(order, self._tools, namespace, answer)
-        os.close(answer)
-        told = partial(self._on_answer, order, child, answered, bytearray())
-        self._selector.register(answered, selectors.EVENT_READ, told)
-
-    def _fork(self, *, privileged: bool) -> int:
-        """A child that is PID 1 of a new namespace; its number here, 0 in it."""
-        if not privileged:
-            return _fork_twice()
-        kernel.unshare(kernel.CLONE_NEWPID)
-        child = -1
+        plan = making.plan(order, self._tools, namespace, lacks, None if order.archive is None else waits)
+        kept = {answer, *(fd for fd in (namespace, waits) if fd is not None and fd >= 0)}
         try:
-            child = os.fork()
-        finally:
-            if child != 0:  # our next child is not to land in this one's namespace
-                kernel.setns(self._own_pids, kernel.CLONE_NEWPID)
-        return child
+            child = self._spawn(plan.encoded(), answer, kept, privileged=order.base is not None)
+        except OSError:
+            for fd in (answer, answered, waits, go):
+                _close(fd)
+            raise
+        _close(waits)
+        birth = Birth(order, plan, child, answered, answer, go)
+        if order.archive is None:
+            birth.let_go()
+        else:
+            self._waiting.add(birth)
+        self._selector.register(answered, selectors.EVENT_READ, partial(self._on_answer, birth))
 
-    def _on_answer(self, order: Make, child: int, answered: int, said: bytearray) -> None:
-        data = os.read(answered, _READ)
+    def _lacks(self, order: Make) -> making.Furniture:
+        """What this image lacks. Its layers never change: looked at once."""
+        key = (order.layers, order.user)
+        if key not in self._furniture:
+            if len(self._furniture) >= _KEPT_FURNITURE:
+                self._furniture.popitem(last=False)
+            self._furniture[key] = skeleton.look(order.layers, partial(making.furniture, name=order.user))
+        self._furniture.move_to_end(key)
+        return self._furniture[key]
+
+    def _spawn(self, plan: bytes, report: int, kept: set[int], *, privileged: bool) -> int:
+        """A maker that is PID 1 of a new namespace; its number here. It inherits ``kept``."""
+        told = os.memfd_create("plan", 0)
+        try:
+            os.write(told, plan)
+            for fd in kept:
+                os.set_inheritable(fd, True)
+            argv = ("maker", str(told), str(report))
+            if not privileged:
+                return _spawn_twice(self._maker, argv)
+            kernel.unshare(kernel.CLONE_NEWPID)
+            try:
+                return os.posix_spawn(self._maker, argv, {})
+            finally:  # our next child is not to land in this one's namespace
+                kernel.setns(self._own_pids, kernel.CLONE_NEWPID)
+        finally:
+            for fd in kept:
+                os.set_inheritable(fd, False)
+            os.close(told)
+
+    def _on_answer(self, birth: Birth) -> None:
+        data = os.read(birth.answered, _READ)
+        birth.said += data
+        if birth.said[: len(steps.WAITS)] == steps.WAITS:
+            del birth.said[: len(steps.WAITS)]
+            self._fill(birth)
         if data:
-            said += data
+            if birth.said:
+                self._no_more(birth)
             return
-        self._selector.unregister(answered)
-        os.close(answered)
-        if not said:  # the agent runs; or its maker was killed, which its pidfd will tell
-            self._reply(Made(order.id, child))
+        self._selector.unregister(birth.answered)
+        os.close(birth.answered)
+        self._no_more(birth)
+        if not birth.said:  # the agent runs; or its maker was killed, which its pidfd will tell
+            self._reply(Made(birth.order.id, birth.child))
             return
-        self._undo(order)
-        problem = wire.decode_reply(bytes(said))
-        assert isinstance(problem, wire.Failed)
-        self._reply(wire.Failed(order.id, problem.error, problem.message))
+        self._undo(birth.order)
+        self._reply(wire.failure(birth.order.id, making.error(birth.plan, bytes(birth.said))))
+
+    def _fill(self, birth: Birth) -> None:
+        """The disk is there: a child fills it."""
+        assert self._tools is not None
+        if os.fork() == 0:
+            for other in self._waiting - {birth}:
+                other.let_go()
+            making.fill(birth.order, self._tools, birth.child, birth.answer, birth.go)
+        self._no_more(birth)
+
+    def _no_more(self, birth: Birth) -> None:
+        self._waiting.discard(birth)
+        birth.let_go()
 
     def _undo(self, order: Make) -> None:
         """Remove what a failed child had made outside its namespaces."""
@@ -227,22 +287,39 @@ class Forge:
                 pass
 
 
-def _fork_twice() -> int:
+class Birth:
+    """A sandbox that is being made. ``answer`` and ``go`` are kept only until its disk is being filled."""
+
+    def __init__(self, order: Make, plan: making.Plan, child: int, answered: int, answer: int, go: int) -> None:
+        self.order = order
+        self.plan = plan
+        self.child = child
+        self.answered = answered
+        self.answer = answer
+        self.go = go
+        self.said = bytearray()
+
+    def let_go(self) -> None:
+        _close(self.answer)
+        _close(self.go)
+        self.answer = self.go = -1
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _spawn_twice(program: str, argv: tuple[str, ...]) -> int:
     """The same by way of a child: without rights over our own PID namespace we could not come back to it."""
     number, told = os.pipe2(os.O_CLOEXEC)
     between = os.fork()
     if between == 0:
-        code = 1
         try:
             kernel.unshare(kernel.CLONE_NEWPID)
-            child = os.fork()
-            if child == 0:
-                return 0
-            os.write(told, str(child).encode())
-            code = 0
+            os.write(told, str(os.posix_spawn(program, argv, {})).encode())
         finally:
-            if os.getpid() != 1:
-                os._exit(code)
+            os._exit(0)
     os.close(told)
     said = os.read(number, 32)
     os.close(number)

@@ -24,7 +24,8 @@ MS_BIND = 4096
 MS_REC = 1 << 14
 MS_PRIVATE = 1 << 18
 MS_SLAVE = 1 << 19
-MNT_DETACH = 2
+
+CAP_SYS_RESOURCE = 24
 
 CLONE_NEWNS = 0x0002_0000
 CLONE_NEWCGROUP = 0x0200_0000
@@ -43,23 +44,10 @@ _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_SECCOMP = 22
-_PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_NO_NEW_PRIVS = 38
-_PR_CAP_AMBIENT = 47
-_PR_CAP_AMBIENT_CLEAR_ALL = 4
-_SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x2008_0522
-_LAST_CAPABILITY = 40
-_KEYCTL_JOIN_SESSION_KEYRING = 1
 MADV_PAGEOUT = 21
 
-_OLDER_CALLS = {
-    "x86_64": {"pivot_root": 155, "keyctl": 250},
-    "aarch64": {"pivot_root": 41, "keyctl": 219},
-}
-"""Calls without a wrapper in the C library whose numbers differ between machines."""
 # Numbers above 424 are the same on every architecture.
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
@@ -85,10 +73,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-class _Filter(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
 
 
 class _CapHeader(ctypes.Structure):
@@ -142,51 +126,11 @@ def setns(namespace: int, kind: int) -> None:
     _check(_libc.setns(namespace, kind), "setns", hex(kind))
 
 
-def bind(source: str, target: str, *, recursive: bool = True) -> None:
-    """Show ``source`` at ``target`` too."""
-    mount(source, target, None, MS_BIND | (MS_REC if recursive else 0))
-
-
-def umount(target: str, flags: int = 0) -> None:
-    """umount2(2)."""
-    _check(_libc.umount2(os.fsencode(target), flags), "umount", target)
-
-
-def pivot_root(new: str, old: str) -> None:
-    """pivot_root(2)."""
-    number = _OLDER_CALLS[os.uname().machine]["pivot_root"]
-    _check(_libc.syscall(number, os.fsencode(new), os.fsencode(old)), "pivot_root", new)
-
-
-def keep_capabilities(kept: frozenset[int]) -> None:
-    """Lose every capability but ``kept``, now and in whatever this process will ever execute."""
-    for capability in range(_LAST_CAPABILITY + 1):
-        if capability not in kept:
-            _check(_libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl", "CAPBSET_DROP")
-    _check(_libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl", "CAP_AMBIENT")
-    mask = sum(1 << capability for capability in kept)
-    low, high = mask & 0xFFFF_FFFF, mask >> 32
-    data = (_CapData * 2)(_CapData(low, low, 0), _CapData(high, high, 0))
-    header = _CapHeader(_CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(ctypes.byref(header), ctypes.byref(data)), "capset", "")
-
-
-def never_gain_privileges() -> None:
-    """No program executed from here on gains anything from its file (set-user-id, file capabilities)."""
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl", "NO_NEW_PRIVS")
-
-
-def filter_calls(program: bytes) -> None:
-    """Install a seccomp filter (``never_gain_privileges`` comes first)."""
-    described = _Filter(len(program) // 8, program)
-    result = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(described), 0, 0)
-    _check(result, "prctl", "SECCOMP")
-
-
-def new_session_keyring() -> None:
-    """Let go of the session keyring that was inherited."""
-    number = _OLDER_CALLS[os.uname().machine]["keyctl"]
-    _check(_libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None), "keyctl", "JOIN_SESSION_KEYRING")
+def has_capability(number: int) -> bool:
+    """Whether this process has it now."""
+    header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
+    _check(_libc.capget(ctypes.byref(header), ctypes.byref(data)), "capget", "")
+    return bool(data[number // 32].effective >> number % 32 & 1)
 
 
 def page_out(pidfd: int, ranges: list[tuple[int, int]]) -> None:

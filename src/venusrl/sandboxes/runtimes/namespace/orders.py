@@ -24,12 +24,13 @@ to a user who does not exist there, so that only the machine's root can enter it
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """First message. ``group`` names the control groups; ``agent`` is a program, ``arguments`` its argv. ``base``
-    is a range of host ids to try the machine with; None = unprivileged."""
+    """First message. ``group`` names the control groups; ``maker`` and ``agent`` are programs, ``arguments`` the
+    latter's argv. ``base`` is a range of host ids to try the machine with; None = unprivileged."""
 
     id: int
     state: str
     group: str
+    maker: str
     agent: str
     arguments: tuple[str, ...]
     base: int | None

@@ -28,7 +28,7 @@ from venusrl.sandboxes.agent import build, client
 from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec
 from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, SandboxGone
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
-from venusrl.sandboxes.runtimes.namespace import groups, orders, pageout, pages, userns
+from venusrl.sandboxes.runtimes.namespace import groups, kernel, orders, pageout, pages, userns
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.runtimes.namespace.forge import SOCKETS, STAGE
@@ -52,7 +52,7 @@ class NamespaceRuntime:
         self._require_cgroup = require_cgroup
         self._pool: userns.IdPool | None = None
         self._groups: NodeGroups | None = None
-        self._agent_program = ""
+        self._agent_program = self._maker_program = ""
         self._sockets = -1
         self._link: ForgeLink | None = None
         self._starting = asyncio.Lock()
@@ -87,6 +87,7 @@ class NamespaceRuntime:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a sandbox
         self._sockets = os.open(self._state / SOCKETS, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._agent_program = str(await build.program())
+        self._maker_program = str(await build.program(folder=Path(__file__).parent))
         await self._forge()
         return self._abilities()
 
@@ -311,6 +312,7 @@ class NamespaceRuntime:
             told = (
                 str(self._state),
                 self._group_name(),
+                self._maker_program,
                 self._agent_program,
                 ("agent", "--fd", str(orders.AGENT_LISTENER)),
             )
@@ -338,6 +340,11 @@ class NamespaceRuntime:
             lacks["users"] = "not root: a sandbox has one user, called root and user alike: start as root for two"
         if self._groups is None:
             lacks["limits"] = "no control groups: sandboxes can be neither limited as wholes nor paused; start as root"
+        if self._pool is not None and not kernel.has_capability(kernel.CAP_SYS_RESOURCE):
+            lacks["out_of_memory_score"] = (
+                "without CAP_SYS_RESOURCE a sandbox can make itself as unlikely a victim as this service when the "
+                "whole machine runs out of memory: give the container that capability"
+            )
         return Abilities(memory_snapshot=False, live_migration=False, egress=self.egress.lacks is None, lacks=lacks)
 
 

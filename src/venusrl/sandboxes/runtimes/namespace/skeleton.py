@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from venusrl.sandboxes.protocol import RuntimeUnavailable
-from venusrl.sandboxes.runtimes.namespace import kernel
+from venusrl.sandboxes.protocol import RuntimeUnavailable, TemplateNotFound
+from venusrl.sandboxes.runtimes.namespace import holder, kernel
 from venusrl.sandboxes.templates import roots as templates
 
+_T = TypeVar("_T")
 MAX_LAYERS = 120
 HOST, ETC, ROOT, DISK, LOWER = "host", "etc", "root", "disk", "lower"
 HOST_OWN = ("home", "root", "work", "tmp", "logs", "var", "run")
@@ -75,6 +78,36 @@ def _fill_host(host: Path) -> None:
     if python is not None:
         (host / _PYTHON).mkdir()
         kernel.clone_tree_read_only(str(python), str(host / _PYTHON), None)
+
+
+def look(layers: tuple[str, ...], into: Callable[[int], _T]) -> _T:
+    """``into(an O_PATH descriptor of the image's root)``, its layers one over the other as a sandbox finds them.
+
+    Raises TemplateNotFound.
+    """
+    if len(layers) > MAX_LAYERS:
+        raise TemplateNotFound(f"the template has {len(layers)} layers; {MAX_LAYERS} can be overlaid: squash it")
+    for layer in layers:
+        if not os.path.isdir(layer):
+            raise TemplateNotFound(f"the template lacks its layer {layer}: build it again")
+
+    def make() -> None:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        for index, layer in enumerate(layers):
+            kernel.clone_tree_read_only(layer, ROOT if len(layers) == 1 else f"{LOWER}/{index}", None)
+        if len(layers) > 1:
+            lower = ":".join(f"{LOWER}/{index}" for index in reversed(range(len(layers))))
+            kernel.mount("look", ROOT, "overlay", kernel.MS_RDONLY, f"lowerdir={lower}")
+
+    def take(child: int) -> _T:
+        root = os.open(f"/proc/{child}/cwd/{ROOT}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return into(root)
+        finally:
+            os.close(root)
+
+    return holder.hold(make, take)
 
 
 def can_map_owners(userns: int) -> bool:
