@@ -29,6 +29,8 @@ from venusrl.observe.status import EvaluationPoint, Status, WorkerStatus
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SIGN_OF_LIFE_S = 30.0
+_WIDE = 70
+"""Columns from which the least needed figures are shown too."""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -55,7 +57,7 @@ def render(status: Status, width: int) -> RenderableType:
     inner = width - 4
     parts: list[RenderableType] = [_steps(status, inner), _facts(status, inner)]
     if status.workers:
-        parts += [Text(), _workers(status.workers)]
+        parts += [Text(), _workers(status.workers, inner)]
     if status.lines:
         parts += [Text(), *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in status.lines[-4:])]
     title = Text.assemble((" VenusRL ", "bold"), f"· {status.name} · {status.phase or 'starting'} ")
@@ -131,18 +133,19 @@ def _waits(status: Status) -> bool:
     return bool(status.waiting_for) and status.version < status.max_steps
 
 
-def _workers(workers: Sequence[WorkerStatus]) -> RenderableType:
+def _workers(workers: Sequence[WorkerStatus], width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for name in ("worker", "state", "version"):
         table.add_column(name, no_wrap=True)
-    for name in ("running", "waiting", "KV", "step"):
+    figures = ("running", "waiting", "KV", "step")[: 4 if width >= _WIDE else 3]
+    for name in figures:
         table.add_column(name, justify="right", no_wrap=True)
     for w in workers:
         kv = f"{w.kv_used / w.kv_capacity:.0%} of {w.kv_capacity:,}" if w.kv_capacity else "-"
         state = f"{w.state} (restarts: {w.restarts})" if w.restarts else w.state
         running = f"{w.running}/{w.slots}" if w.slots else f"{w.running}"
         step = "-" if w.step_s is None else f"{1000 * w.step_s:.3g} ms"
-        table.add_row(w.name, state, f"v{w.version}", running, str(w.waiting), kv, step)
+        table.add_row(w.name, state, f"v{w.version}", *(running, str(w.waiting), kv, step)[: len(figures)])
     return table
 
 
