@@ -27,6 +27,7 @@ class AdmitAll:
         self.gone: list[str] = []
         self.pauses: tuple[Pause, ...] = ()
         self.displace: tuple[Pause, ...] = ()
+        self.requests: list[Request] = []
 
     def observe(self, template: str, group: str, sandbox: str, age_s: float, private: int) -> None:
         self.observed.append((sandbox, private))
@@ -35,6 +36,7 @@ class AdmitAll:
         self.gone.append(sandbox)
 
     def place(self, hosts: tuple[HostView, ...], request: Request) -> Admit | Deny:
+        self.requests.append(request)
         for host in hosts:
             running = [view for view in host.sandboxes if not view.paused]
             if not host.draining and (self.most is None or len(running) < self.most):

@@ -1,0 +1,216 @@
+"""Which sandboxes are made of the same files, and whom admission counts them for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.templates import archive, directory, entry, layout, symlink, without_flushing  # noqa: F401
+
+from venusrl.sandboxes.admission.api import Admit, Deny, HostView, Request
+from venusrl.sandboxes.admission.footprint import FootprintAdmission
+from venusrl.sandboxes.host.api import Order
+from venusrl.sandboxes.host.local import HostConfig, LocalHost
+from venusrl.sandboxes.protocol import Limits
+from venusrl.sandboxes.runtimes.base import Spec
+from venusrl.sandboxes.templates import tree
+from venusrl.sandboxes.templates.api import Image
+from venusrl.sandboxes.templates.errors import BadTemplate
+from venusrl.sandboxes.templates.service import Templates
+from venusrl.sandboxes.templates.sharing import Share
+from venusrl.testing.agents import MemoryAgent
+from venusrl.testing.hosts import AdmitAll, PlainDoor
+from venusrl.testing.runtimes import FakeRuntime
+
+MIB = 1 << 20
+ROOT = archive(
+    entry("bin/sh", b"#!", mode=0o4755),
+    entry("etc/passwd", b"root:x:0:0::/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n"),
+    entry("etc/group", b"root:x:0:\nuser:x:1000:\n"),
+    directory("home/user", uid=1000, gid=1000),
+    directory("tmp", mode=0o1777),
+    symlink("link", "bin/sh"),
+)
+TOP = archive(entry("etc/.wh.group", b""), entry("home/.wh..wh..opq", b""), entry("home/new", b"n"))
+pytestmark = pytest.mark.usefixtures("without_flushing")
+
+
+def there(layers: tuple[str, ...]) -> list[bool]:
+    return [Path(layer).exists() for layer in layers]
+
+
+def inodes(layer: str) -> set[int]:
+    return {path.lstat().st_ino for path in Path(layer).rglob("*") if not path.is_dir()}
+
+
+async def templates(tmp_path: Path, share: Share) -> Templates:
+    made = Templates(tmp_path / "t", share=share)
+    await made.start()
+    await made.from_oci("", "one", layout(tmp_path / "one", [ROOT]))
+    await made.from_oci("", "two", layout(tmp_path / "two", [ROOT, TOP]))
+    return made
+
+
+async def made_of(made: Templates, name: str, tenant: str, sandbox: str) -> Image:
+    image = await made.resolve(name, tenant)
+    return (await made.sharing.made_of(Spec(sandbox, image, Limits(), tenant=tenant))).image
+
+
+async def test_tenants_have_files_of_their_own(tmp_path: Path) -> None:
+    made = await templates(tmp_path, "tenant")
+    plain = await made.resolve("two")
+    first = await made_of(made, "two", "a", "s1")
+    again = await made_of(made, "two", "a", "s2")
+    other = await made_of(made, "two", "b", "s3")
+    assert first == again
+    assert first.layers == plain.layers, "the first tenant pays nothing"
+    assert not {*other.layers} & {*first.layers}
+    assert len({plain.id, first.id, other.id}) == 3
+    for mine, theirs in zip(first.layers, other.layers, strict=True):
+        assert tree.measure(Path(mine)).digest == tree.measure(Path(theirs)).digest
+        assert not inodes(mine) & inodes(theirs)
+    # Templates share layers within a tenant, and only there.
+    assert (await made_of(made, "one", "a", "s4")).layers[0] == first.layers[0]
+    assert (await made_of(made, "one", "b", "s5")).layers[0] == other.layers[0]
+
+
+async def test_the_first_tenant_stays_the_first_after_a_restart(tmp_path: Path) -> None:
+    first = await made_of(await templates(tmp_path, "tenant"), "one", "a", "s1")
+    again = Templates(tmp_path / "t", share="tenant")
+    await again.start()
+    assert not {*(await made_of(again, "one", "b", "s2")).layers} & {*first.layers}
+    assert (await made_of(again, "one", "a", "s3")).layers == first.layers
+
+
+async def test_of_many_that_begin_at_once_one_makes_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = await templates(tmp_path, "tenant")
+    await made_of(made, "one", "a", "s")
+    copied: list[str] = []
+    from venusrl.sandboxes.templates import store
+
+    real = store._copy_tree
+
+    def copy(source: str, target: Path) -> None:
+        copied.append(source)
+        real(source, target)
+
+    monkeypatch.setattr(store, "_copy_tree", copy)
+    images = await asyncio.gather(*(made_of(made, "one", "b", f"s{number}") for number in range(8)))
+    assert len(copied) == len({image.layers for image in images}) == 1
+
+
+async def test_nobody_shares_with_none(tmp_path: Path) -> None:
+    made = await templates(tmp_path, "none")
+    one, two = [await made_of(made, "two", "a", sandbox) for sandbox in ("s1", "s2")]
+    plain = await made.resolve("two")
+    assert len({*plain.layers, *one.layers, *two.layers}) == 3 * len(plain.layers)
+    await made.sharing.let_go("s1")
+    await made.sharing.let_go("s1")
+    assert there((*one.layers, *two.layers)) == [False] * 2 + [True] * 2
+    await made.sharing.sweep(["another"])
+    assert there(two.layers) == [False] * 2
+    assert made.store.damaged() == []
+
+
+async def test_all_share_with_all(tmp_path: Path) -> None:
+    made = await templates(tmp_path, "all")
+    assert await made_of(made, "two", "a", "s1") == await made_of(made, "two", "b", "s2") == await made.resolve("two")
+
+
+async def test_copies_go_with_their_layer(tmp_path: Path) -> None:
+    made = await templates(tmp_path, "tenant")
+    await made_of(made, "one", "a", "s1")
+    copies = (await made_of(made, "one", "b", "s2")).layers
+    for name in ("one", "two"):
+        await made.remove("", name)
+    await made.collect(cache_age_s=0.0)
+    assert there(copies) == [False]
+
+
+async def test_what_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None:
+    for share, runtime, others, image, refused in (
+        ("none", "microvm", [], "one", "one memory"),
+        ("none", "namespace", [], "host", "own directories"),
+        ("tenant", "namespace", ["a", "b"], "host", "own directories"),
+        ("tenant", "namespace", ["a"], "host", ""),
+        ("tenant", "microvm", ["a", "b"], "one", ""),
+        ("all", "namespace", ["a", "b"], "host", ""),
+    ):
+        made = Templates(tmp_path / f"{share}-{image}", share=share)  # type: ignore[arg-type]
+        found = Image("host", "host") if image == "host" else Image("img-1", "one", ("/layer",))
+        if refused:
+            with pytest.raises(BadTemplate, match=refused):
+                made.sharing.check(found, runtime, "a", others)
+        else:
+            made.sharing.check(found, runtime, "a", others)
+
+
+class _Images:
+    """Templates that are made already."""
+
+    def __init__(self, made: Templates) -> None:
+        self._made = made
+
+    async def resolve(self, template: str, tenant: str) -> Image:
+        return await self._made.resolve(template, tenant)
+
+    def names(self) -> tuple[str, ...]:
+        return self._made.names()
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+
+async def test_a_host_makes_accounts_and_lets_go(tmp_path: Path) -> None:
+    made = await templates(tmp_path, "none")
+    runtime = FakeRuntime(lambda _: MemoryAgent(), world=tmp_path / "world")
+    forgotten: list[str] = []
+
+    async def forget(image: str) -> None:
+        forgotten.append(image)
+
+    runtime.forget = forget  # type: ignore[method-assign]
+    admission = AdmitAll()
+    host = LocalHost(
+        tmp_path / "host",
+        {"fake": runtime},
+        _Images(made),
+        admission,
+        PlainDoor(),
+        HostConfig(guard_s=0.01),
+        sharing=made.sharing,
+    )
+    await host.start()
+    held = await host.create(Order(id="s1", template="one", runtime="fake", tenant="a"))
+    await host.create(Order(id="s2", template="one", runtime="fake", tenant="a"))
+    image = (await made.resolve("one")).id
+    assert held.template == image, "what others see is the template"
+    specs = [runtime.instances[name].spec.image for name in ("s1", "s2")]
+    assert [one.id for one in specs] == runtime.prepared == [f"{image}-s-s1", f"{image}-s-s2"]
+    for one in specs:
+        runtime.shared_bytes[one.id] = 5 * MIB
+    await host._pages.measure()
+    assert host.view().shared == {image: 10 * MIB}
+    assert host.view().copies == {image: (f"{image}-s-s1", f"{image}-s-s2")}
+    assert [request.pages for request in admission.requests] == [f"{image}-s-s1", f"{image}-s-s2"]
+    await host.kill("s1")
+    await host.close()
+    assert forgotten == [f"{image}-s-s1"]
+    assert there(tuple(one.layers[0] for one in specs)) == [False, True]
+
+
+def test_admission_counts_a_copy_for_whoever_has_none() -> None:
+    host = HostView(
+        "h",
+        capacity=100 * MIB,
+        available=100 * MIB,
+        cpus=8.0,
+        shared={"t": 60 * MIB},
+        copies={"t": ("t-of-a", "t-of-b")},
+    )
+    request = Request(template="t", group="", declared=30 * MIB, cpus=0.1)
+    for pages, fits in (("", True), ("t-of-a", True), ("t-of-c", False)):
+        answer = FootprintAdmission().place((host,), msgspec.structs.replace(request, pages=pages))
+        assert isinstance(answer, Admit if fits else Deny), pages
