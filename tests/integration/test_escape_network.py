@@ -75,7 +75,6 @@ async def runtime(tmp_path: Path, outside: None) -> AsyncIterator[NamespaceRunti
             pytest.skip(made.egress.lacks)
         yield made
         await made.sweep(set())
-        subprocess.run(["nft", "delete", "table", "inet", made.egress._table], check=False, timeout=20)
 
 
 async def reaches(sandbox: Instance, address: str, port: int = PORT) -> bool:
@@ -146,3 +145,49 @@ async def test_nothing_of_a_network_is_left(runtime: NamespaceRuntime, tmp_path:
     assert devices[0] not in rules
     assert not list((tmp_path / "ns/network").glob("*.link"))
     await asyncio.sleep(0)
+
+
+def tables() -> list[str]:
+    told = subprocess.run(["nft", "list", "tables"], check=True, timeout=20, capture_output=True, text=True).stdout
+    return [line.split()[-1] for line in told.splitlines() if " venusrl_" in line]
+
+
+def forwarding() -> dict[str, str]:
+    places = Path("/proc/sys/net/ipv4/conf").glob("*/forwarding")
+    return {place.parent.name: place.read_text() for place in places if not place.parent.name.startswith("vs")}
+
+
+async def test_the_last_network_leaves_the_machine_as_it_was(runtime: NamespaceRuntime, tmp_path: Path) -> None:
+    if tables():
+        pytest.skip(f"another service gives its sandboxes networks here: {tables()}")
+    before = forwarding()
+    first, second = [await runtime.create(spec(name, network=Network(internet=True))) for name in ("one", "two")]
+    await first.kill()
+    assert tables() == [runtime.egress._table]
+    assert await reaches(second, SERVER)
+    await second.kill()
+    assert tables() == []
+    assert forwarding() == before
+    third = await runtime.create(spec("three", network=Network(internet=True)))
+    assert await reaches(third, SERVER)
+    await runtime.close()
+    # A service that was killed, and its sandbox with it: whoever comes next tidies up.
+    async with running(tmp_path / "ns") as later:
+        await later.sweep(set())
+        assert tables() == []
+        assert forwarding() == before
+
+
+async def test_forwarding_stays_on_while_another_service_needs_it(runtime: NamespaceRuntime, tmp_path: Path) -> None:
+    if tables():
+        pytest.skip(f"another service gives its sandboxes networks here: {tables()}")
+    before = forwarding()
+    async with running(tmp_path / "other") as other:
+        mine = await runtime.create(spec("mine", network=Network(internet=True)))
+        theirs = await other.create(spec("theirs", network=Network(internet=True)))
+        on = forwarding()
+        await mine.kill()
+        assert forwarding() == on
+        assert await reaches(theirs, SERVER)
+        await theirs.kill()
+    assert forwarding() == before

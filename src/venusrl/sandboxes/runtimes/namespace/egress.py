@@ -1,14 +1,15 @@
 """What a sandbox may reach outside itself: a point-to-point link and rules of its own.
 
-Owns: one nftables table, one veth pair for each sandbox that was ever given a network, their addresses (one /31 each
-out of 198.18.0.0/15), what is remembered of them on disk.
+Owns: one nftables table while any sandbox has a network, one veth pair for each sandbox that was ever given one, their
+addresses (one /31 each out of 198.18.0.0/15), what is remembered of them on disk, whether the machine forwards.
 
 Must not know: how sandboxes are made.
 
 Guarantees: without a network a sandbox has nothing but its loopback. With one it never reaches an address of the
 machine's own, loopback, link-local and metadata addresses, or another sandbox, whatever is allowed; private networks
 only where they are allowed by address. Every packet from a sandbox is judged by the rules of now, so that a change
-holds for open connections too. IPv6 goes nowhere. Host names are resolved once, when the network is set.
+holds for open connections too. IPv6 goes nowhere. Host names are resolved once, when the network is set. The last
+sandbox's network takes the table along, and the forwarding that was turned on for it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ POOL = ipaddress.IPv4Network("198.18.0.0/15")
 NEVER = ("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "198.18.0.0/15", "224.0.0.0/3", "100.100.100.200/32")
 PRIVATE = ("10.0.0.0/8", "100.64.0.0/10", "172.16.0.0/12", "192.168.0.0/16", "192.0.0.0/24")
 _RESOLVERS = ("/run/systemd/resolve/resolv.conf", "/etc/resolv.conf")
+_TABLES, _DEVICES = "venusrl_", "vs"
+"""How the tables and devices begin of this service and any other on this machine."""
+_TURNED_ON = "turned_on"
+"""In each table: devices that forward only since a table of ours is there."""
 _COMMAND_S = 20.0
 _RESOLVE_S = 10.0
 
@@ -59,8 +64,8 @@ class Egress:
     def __init__(self, state: Path) -> None:
         self._state = state
         digest = hashlib.sha256(str(state).encode()).hexdigest()
-        self._table = f"venusrl_{digest[:8]}"
-        self._prefix = f"vs{digest[:4]}_"
+        self._table = f"{_TABLES}{digest[:8]}"
+        self._prefix = f"{_DEVICES}{digest[:4]}_"
         self._links: dict[str, Link] = {}
         self._change = asyncio.Lock()
         self._ready = False
@@ -116,6 +121,9 @@ class Egress:
         lost = sorted(self._links.keys() - known)
         for sandbox in lost:
             await self.disconnect(sandbox)
+        if self.lacks is None and not self._links:  # of an earlier process, perhaps
+            async with self._change:
+                await self._retire()
         return lost
 
     # -- how
@@ -125,12 +133,11 @@ class Egress:
             return
         out = await _default_device()
         forwarding = Path(f"/proc/sys/net/ipv4/conf/{out}/forwarding") if out else None
-        mark = self._state / "turned-on"
-        if forwarding is not None and forwarding.read_text().strip() == "0":
-            mark.write_text(out)
-            forwarding.write_text("1")
+        off = forwarding is not None and forwarding.read_text().strip() == "0"
+        turned_on = off or any(out in devices for devices in (await _turned_on()).values())
         # What this machine did not forward before, it does not begin to forward now.
-        other = f'iifname "{out}" oifname != "{self._prefix}*" drop' if mark.exists() else ""
+        other = f'iifname "{out}" oifname != "{_DEVICES}*" drop' if turned_on else ""
+        elements = f'elements = {{ "{out}" }};' if turned_on else ""
         never, private = ", ".join(NEVER), ", ".join(PRIVATE)
         await _command(
             *("nft", "-f", "-"),
@@ -139,6 +146,7 @@ table inet {self._table} {{
     set never {{ type ipv4_addr; flags interval; elements = {{ {never} }}; }}
     set private {{ type ipv4_addr; flags interval; elements = {{ {private} }}; }}
     map sandboxes {{ type ifname : verdict; }}
+    set {_TURNED_ON} {{ type ifname; {elements} }}
     chain input {{ type filter hook input priority -10; policy accept; iifname "{self._prefix}*" drop; }}
     chain forward {{ type filter hook forward priority -10; policy accept; }}
     chain out {{ type nat hook postrouting priority 100; policy accept; }}
@@ -161,7 +169,22 @@ table inet {self._table} {{
 }}
 """,
         )
+        if off and forwarding is not None:  # now that whoever comes next can know
+            forwarding.write_text("1")
         self._ready = True
+
+    async def _retire(self) -> None:
+        """No sandbox has a network any more: the machine is as it was."""
+        self._ready = False
+        turned_on = await _turned_on()
+        if self._table not in turned_on:
+            return
+        await _command("nft", "delete", "table", "inet", self._table)
+        ours = turned_on.pop(self._table)
+        for device in ours.difference(*turned_on.values()):
+            with suppress(FileNotFoundError):  # the device is gone too
+                place = Path(f"/proc/sys/net/ipv4/conf/{device}/forwarding")
+                place.write_text("0")  # noqa: ASYNC240 - not a disk
 
     def _rules(self, link: Link, network: Network, allow: list[str], deny: list[str]) -> str:
         lines = [f"ip saddr != {link.address} drop", "ip daddr @never drop", "fib daddr type local drop"]
@@ -213,6 +236,8 @@ table inet {self._table} {{
         with suppress(SandboxError):
             await _command("nft", "delete", "chain", "inet", self._table, link.device)
         (self._state / f"{sandbox}.link").unlink(missing_ok=True)
+        if not self._links:
+            await self._retire()
 
 
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -240,6 +265,16 @@ async def _command(*words: str, told: str = "") -> str:
     if process.returncode:
         raise SandboxError(f"a sandbox's network could not be changed: {errors.decode(errors='replace').strip()[:500]}")
     return out.decode(errors="replace")
+
+
+async def _turned_on() -> dict[str, set[str]]:
+    """Of every table of ours on this machine, the devices whose forwarding was turned on."""
+    found: dict[str, set[str]] = {}
+    for table in re.findall(rf"^table inet ({_TABLES}\w+)$", await _command("nft", "list", "tables"), re.MULTILINE):
+        with suppress(SandboxError):  # it went meanwhile
+            told = await _command("nft", "list", "set", "inet", table, _TURNED_ON)
+            found[table] = set(re.findall(r'"([^"]+)"', told))
+    return found
 
 
 async def _default_device() -> str:
