@@ -15,7 +15,7 @@ from venusrl.rollout.engines.protocol import GenerateRequest, Generation
 from venusrl.rollout.episode import EpisodeLimits, EpisodeSpec, EpisodeStuck, run_episode
 from venusrl.rollout.settings import GatewaySettings
 from venusrl.sandboxes.protocol import CommandResult, Limits, SandboxDenied, SandboxError, Sandboxes, SandboxGone
-from venusrl.scheduling.events import Event, ToolFinished
+from venusrl.scheduling.events import Event, ToolFinished, ToolStarted
 from venusrl.tasks import TaskError, Verdict
 from venusrl.testing.chat import answer, toy_chat, turn_start
 from venusrl.testing.clock import VirtualClock
@@ -120,6 +120,7 @@ async def test_an_episode_from_sandbox_to_verdict() -> None:
         "VerificationStarted",
         "VerificationFinished",
     ]
+    assert ToolStarted("t0", 0, "ls") in stage.events
     assert ToolFinished("t0", 0, len(CHAT.encode("a.py")), 0) in stage.events
     assert (trajectory.id, trajectory.group_id, trajectory.index, trajectory.attempt) == ("t0", "g0", 3, 1)
     assert (trajectory.end, trajectory.reward, trajectory.failure) == (EndReason.SUBMITTED, 1.0, None)

@@ -27,6 +27,11 @@ _KNOWN_SHAPES = {
     "smollm2-135m": (30, 3, 64),
 }
 _GIB = 1 << 30
+_IDLE_KV = {
+    "embedded": "evicted in the order that the scheduler wishes",
+    "vllm": "evicted least recently used first; what the scheduler keeps and releases is its own bookkeeping",
+    "url": "evicted as the scheduler wishes where the engine can be told (the worker_up event says), else its own way",
+}
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -98,6 +103,7 @@ def _starts(recipe: Recipe) -> list[str]:
         where = f", {rollout.threads} thread(s){pinned}" if rollout.engine == "embedded" else ""
         sizes = f"KV {rollout.kv_capacity_tokens:,} tokens, {rollout.slots} slots"
         lines = [f"{rollout.workers} x engine worker ({rollout.engine}: {sizes}{where})"]
+    lines.append(f"idle KV: {_IDLE_KV['url' if rollout.urls else rollout.engine]}")
     if evaluation.at_start or evaluation.at_end or evaluation.every:
         when = [
             name

@@ -168,7 +168,8 @@ class EnginePool:
         self._attach(name, engine.client, weights.version)
         self._notify(WorkerUp(name, load.kv_capacity, load.slots, weights.version, worker.costs))
         self._publisher.add(name, engine.client, weights.version)
-        self._on_event("worker_up", {"worker": name, "version": weights.version, "restarts": worker.restarts})
+        up = {"worker": name, "version": weights.version, "restarts": worker.restarts}
+        self._on_event("worker_up", {**up, "kv_order": "scheduler" if engine.client.kv_control else "engine"})
         ends = {
             asyncio.create_task(engine.wait_exit(), name=f"exit:{name}"),
             asyncio.create_task(self._measure(worker, engine.client), name=f"measure:{name}"),

@@ -23,6 +23,7 @@ from venusrl import tasks as venus_tasks
 from venusrl.clock import Clock, SystemClock
 from venusrl.recipe import Recipe
 from venusrl.rollout.agents.bash import AgentLimits, observation_of, run_agent
+from venusrl.rollout.agents.tools import tool_of
 from venusrl.rollout.chat import TokenizerError
 from venusrl.rollout.engines.protocol import EngineError
 from venusrl.rollout.turns import Rollout, TurnCancelled, TurnResult, Turns
@@ -238,7 +239,7 @@ class _Episode:
 
     async def _shell(self, sandbox: str, turn: int, command: str, left_s: float) -> CommandResult:
         timeout_s = min(self.limits.sandbox.command_timeout_s, left_s)
-        self.notify(events.ToolStarted(self.spec.id, turn))
+        self.notify(events.ToolStarted(self.spec.id, turn, tool_of(command)))
         result = await self._timed("tool", self.sandboxes.run(sandbox, command, timeout_s=timeout_s))
         shown = observation_of(result, self.limits.agent.observation_bytes)
         self.notify(events.ToolFinished(self.spec.id, turn, self.turns.count_tokens(shown), result.exit_code))

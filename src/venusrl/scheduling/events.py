@@ -171,7 +171,7 @@ class KVTransferred(_Event, frozen=True):
 
 
 class ToolStarted(_Event, frozen=True):
-    """``tool``: what runs, of a bounded set of names; empty where nobody knows."""
+    """``tool``: what runs, of a small fixed set of names; empty where nobody knows."""
 
     trajectory: str
     turn: int
