@@ -123,7 +123,7 @@ def test_times_that_say_nothing_of_the_work_give_no_costs() -> None:
     assert fit.estimate is None
 
 
-def test_what_ran_through_a_pause_or_a_full_engine_is_no_sample() -> None:
+def test_what_ran_through_a_pause_or_out_of_turn_is_no_sample() -> None:
     log = TurnLog(slots=2)
     for number in range(500):
         log.begin(f"a{number}", 100, number * 10.0)
@@ -132,10 +132,18 @@ def test_what_ran_through_a_pause_or_a_full_engine_is_no_sample() -> None:
             log.disturb()
         else:
             log.begin(f"c{number}", 100, number * 10.0 + 2)
-            log.end(f"c{number}", 0, 10, number * 10.0 + 3)
+            log.end(f"c{number}", 0, 10, number * 10.0 + 3)  # it cannot have run
         log.end(f"a{number}", 0, 10, number * 10.0 + 4)
         log.end(f"b{number}", 0, 10, number * 10.0 + 5)
     assert log.estimate is None
+
+
+@pytest.mark.parametrize("live", [12, 40])
+def test_the_queue_inside_a_full_engine_is_not_taken_for_work(live: int) -> None:
+    estimate = Bench(SMALL, live, slots=6).run(1500)
+
+    assert estimate is not None
+    assert estimate.costs.step_s(6, 15_000) == pytest.approx(SMALL.step_s(6, 15_000), rel=0.2)
 
 
 @given(

@@ -188,7 +188,7 @@ class HttpEngineClient:
     async def _generate(self, request: GenerateRequest, context: int) -> Generation:
         """Send it, and note how long it took beside what else ran."""
         body, name = msgspec.json.encode(self._wire_request(request)), request.request_id
-        self._log.begin(name, len(request.token_ids), time.monotonic())
+        self._log.begin(name, len(request.token_ids), time.monotonic(), request.urgency)
         try:
             answer = await self._exchange("POST", wire.GENERATE, body)
             generation = _generation(_decode(answer, wire.WireGenerated), len(request.token_ids), context)

@@ -6,12 +6,14 @@ engines, tokens' contents.
 The form of a sample follows from continuous batching: all running sequences decode in the same steps, so a request's
 time is its own number of steps, each with the batch and the KV of that moment, and the prompts that were computed
 meanwhile, its own and the others'. How many tokens a neighbour made and how much of its prompt was computed is known
-when it ends; so a request is looked at when all that ran beside it have ended. Requests that met a pause, a full
-engine or an unknown end are neighbours only.
+when it ends; so a request is looked at when all that ran beside it have ended. Beyond its slots an engine queues, most
+urgent and then oldest first, which is followed here: a request's time begins when it leaves that queue. Requests that
+met a pause or an unknown end are neighbours only.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -43,13 +45,17 @@ class _Turn:
 
 
 class TurnLog:
-    """See the module. ``slots``: requests that run at once; beyond them they queue inside."""
+    """See the module. ``slots``: requests that run at once."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._turns: deque[_Turn] = deque()
         """In order of their beginnings: those that run, those not yet looked at, and their neighbours."""
         self._live: dict[str, _Turn] = {}
+        """Those that run."""
+        self._queue: list[tuple[int, int, str, int]] = []
+        """Those that wait inside the engine: urgency (negated), arrival, name, prompt."""
+        self._arrivals = 0
         self._fit = CostFit()
         self._sampled_at = float("-inf")
 
@@ -57,32 +63,45 @@ class TurnLog:
     def estimate(self) -> Estimate | None:
         return self._fit.estimate
 
-    def begin(self, request: str, prompt: int, now: float) -> None:
+    def begin(self, request: str, prompt: int, now: float, urgency: int = 0) -> None:
         """A request with a prompt of so many tokens was sent."""
-        turn = self._live[request] = _Turn(prompt, now)
-        self._turns.append(turn)
-        if len(self._live) > self._slots:
-            self.disturb()
+        self._arrivals += 1
+        insort(self._queue, (-urgency, self._arrivals, request, prompt))
+        self._start(now)
 
     def end(self, request: str, cached: int, generated: int, now: float, *, clean: bool = True) -> None:
         """It was answered. ``clean``: by itself and with its whole work known (not aborted)."""
         turn = self._live.pop(request, None)
         if turn is None:
+            self._leave_queue(request)
             return
         turn.ended, turn.cached, turn.generated = now, min(cached, turn.prompt), generated
         turn.clean = turn.clean and clean
+        self._start(now)
         self._look()
 
     def lose(self, request: str, now: float) -> None:
         """Nobody knows what the engine did for it: neither it nor what ran beside it counts."""
-        if request in self._live:
-            self.disturb()
-            self.end(request, self._live[request].prompt, 0, now, clean=False)
+        self.disturb()
+        self.end(request, 0, 0, now, clean=False)
 
     def disturb(self) -> None:
-        """Something held up the engine (a pause, new weights, a queue): what runs now does not count."""
+        """Something held up the engine (a pause, new weights): what runs now does not count."""
         for turn in self._live.values():
             turn.clean = False
+
+    def _start(self, now: float) -> None:
+        while self._queue and len(self._live) < self._slots:
+            _, _, request, prompt = self._queue.pop(0)
+            turn = self._live[request] = _Turn(prompt, now)
+            self._turns.append(turn)
+
+    def _leave_queue(self, request: str) -> None:
+        """It ended before its time: aborted, or the engine does not run as many, or not in this order."""
+        kept = [entry for entry in self._queue if entry[2] != request]
+        if len(kept) < len(self._queue):
+            self._queue = kept
+            self.disturb()
 
     def _look(self) -> None:
         """Sample those whose neighbours have all ended; forget those that are nobody's neighbour any more."""
