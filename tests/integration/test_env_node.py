@@ -43,11 +43,12 @@ class Process:
 
 
 class Pair:
-    """The service and its node ``far``; the service's own host takes nothing."""
+    """The service and its node ``far``; the service's own host takes nothing. ``more``: arguments of ``serve``."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, *more: str) -> None:
         self.state = state
-        self.service = Process(state / "service.log", "serve", "--state", str(state / "service"), "--listen", _FREE)
+        where = ["--state", str(state / "service"), "--listen", _FREE]
+        self.service = Process(state / "service.log", "serve", *where, *more)
         environment = self.service.told["environment"]
         self.url = environment["E2B_API_URL"]
         self.options = {
@@ -59,9 +60,10 @@ class Pair:
         self.node = self.join()
         self.ask("POST", "/nodes/local", {"status": "draining"})
 
-    def join(self) -> Process:
-        where = ["--state", str(self.state / "node"), "--listen", _FREE]
-        return Process(self.state / "node.log", "node", "--join", self.url, "--key", self.key, "--name", "far", *where)
+    def join(self, name: str = "far", folder: str = "node") -> Process:
+        where = ["--state", str(self.state / folder), "--listen", _FREE]
+        log = self.state / f"{folder}.log"
+        return Process(log, "node", "--join", self.url, "--key", self.key, "--name", name, *where)
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         admin = (self.state / "service" / "admin-key").read_text().strip()

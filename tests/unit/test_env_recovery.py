@@ -145,6 +145,18 @@ async def test_a_resume_makes_the_copy_stand_for_nothing(tmp_path: Path) -> None
             assert hosts[1].sandboxes[sandbox].files == {"/kept": b"newer"}
 
 
+async def test_the_copy_stands_for_nothing_before_its_host_may_have_more(tmp_path: Path) -> None:
+    """So that a service killed in the middle of a resume never recovers what is older."""
+    async with environment(tmp_path, copies=True) as env:
+        sandbox = await two(env)
+        env.hosts[0].gate = asyncio.Event()
+        resuming = asyncio.create_task(connect(env, sandbox))
+        await until_slowly(lambda: ("resume", sandbox) in env.hosts[0].calls)
+        assert env.store.sandbox(sandbox).replica == ""  # type: ignore[union-attr]
+        env.hosts[0].gate.set()
+        assert (await resuming)[0] == 201
+
+
 async def test_a_host_that_lost_it_is_replaced_by_the_copy(tmp_path: Path) -> None:
     """A node that came back with an empty disk."""
     clock = VirtualClock()

@@ -233,6 +233,35 @@ async def test_a_drained_node_gives_everything_away(tmp_path: Path) -> None:
         assert [node["status"] for node in seen] == ["draining", "ready"]
 
 
+async def test_a_drained_node_stays_so_until_that_is_undone(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    hosts = fake_hosts(clock, 2)
+    far = fake_hosts(clock, 1)[0]
+    far._name = "far"
+    body = {"name": "far", "url": "http://10.0.0.2:3900", "key": "k"}
+    async with environment(tmp_path, hosts=hosts, clock=clock, connect=lambda record: far) as env:
+        await env.call("POST", "/nodes", body, X_Join_Key=JOIN)
+        for name in ("host-1", "far"):
+            assert (await env.call("POST", f"/nodes/{name}", {"status": "draining"}, X_Admin_Token=ADMIN))[0] == 200
+    hosts[0].draining = far.draining = False  # both were started again meanwhile
+    async with environment(tmp_path, hosts=hosts, clock=clock, connect=lambda record: far) as env:
+        await env.call("POST", "/nodes", {**body, "url": "http://10.0.0.2:3901"}, X_Join_Key=JOIN)
+        _, seen, _ = await env.call("GET", "/nodes", X_Admin_Token=ADMIN)
+        assert {node["id"]: node["status"] for node in seen} == {
+            "far": "draining",
+            "host-1": "draining",
+            "host-2": "ready",
+        }
+        assert (await env.call("POST", "/nodes", {**body, "name": "host-1"}, X_Join_Key=JOIN))[0] == 409
+        assert await env.create() in hosts[1].sandboxes
+        assert (await env.call("POST", "/nodes/host-1", {"status": "resting"}, X_Admin_Token=ADMIN))[0] == 400
+        assert (await env.call("POST", "/nodes/host-1", {"status": "ready"}, X_Admin_Token=ADMIN))[0] == 200
+        assert await env.create() in hosts[0].sandboxes
+    async with environment(tmp_path, hosts=hosts, clock=clock, connect=lambda record: far) as env:
+        _, seen, _ = await env.call("GET", "/nodes", X_Admin_Token=ADMIN)
+        assert [node["status"] for node in seen] == ["draining", "ready", "ready"]
+
+
 async def test_a_move_whose_end_was_not_noted_is_found(tmp_path: Path) -> None:
     clock = VirtualClock()
     hosts = fake_hosts(clock, 2)

@@ -135,7 +135,7 @@ class Fleet:
             node = self.nodes.get(name)
             if node is None:
                 continue
-            silence = now - node.answered
+            silence = now - node.answered if node.failure else 0.0  # whoever else was slow this round
             node.silent = silence > self._lease_s
             if node.lost and not node.failure:
                 node.lost = False

@@ -5,8 +5,9 @@ Owns: the comparison, at the start and from then on; the loss of a node; its dra
 Must not know: HTTP.
 
 Guarantees: nothing that is being changed is touched; what no record knows is ended, but only after ``grace_s`` during
-which it stayed unknown; a copy that is not the sandbox any more is ended once the one that is has been seen; a running
-sandbox that is gone is recorded as ended with the cause; a paused one is never ended for its node's silence.
+which it stayed unknown (what is recorded as ended, at once); a copy that is not the sandbox any more is ended once the
+one that is has been seen; a running sandbox that is gone is recorded as ended with the cause; a paused one is never
+ended for its node's silence.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Reconciler:
             del self._unknown[kind, one]
         for one in found:
             since = self._unknown.setdefault((f"{what} {name}", one), now)
-            if now - since < manager.settings.grace_s or one in node.placed:
+            if one in node.placed or (now - since < manager.settings.grace_s and not self._over(what, one)):
                 continue
             _log.warning("ending the %s %s on %s: no record knows it", what, one, name)
             try:
@@ -168,6 +169,11 @@ class Reconciler:
                 continue
             self._unknown.pop((f"{what} {name}", one), None)
             manager.count("unknown_ended")
+
+    def _over(self, what: str, name: str) -> bool:
+        """Whether it is no stranger, but one that was recorded as ended: its node was lost meanwhile, say."""
+        record = self._manager.store.sandbox(name) if what == "sandbox" else None
+        return record is not None and not record.alive
 
     # A node that is lost
 

@@ -1,0 +1,114 @@
+"""Nodes that die or fall silent, as processes with real namespaces: what was paused resumes elsewhere."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration import test_env_node
+from tests.integration.test_env_node import Pair, until
+
+pytestmark = test_env_node.pytestmark
+e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
+GRACE_S = "4"
+
+
+class Trio(Pair):
+    """The service, which keeps copies, and its nodes ``far`` and ``near``; new sandboxes go to ``far``."""
+
+    def __init__(self, state: Path) -> None:
+        super().__init__(state, "--replicas", str(state / "copies"), "--node-grace", GRACE_S)
+        self.near = self.join("near", "near")
+        self.ask("POST", "/nodes/near", {"status": "draining"})
+
+    def replica(self, sandbox: str) -> dict[str, Any]:
+        told = {one["id"]: one["replica"] for one in self.ask("GET", "/admin/overview")["sandboxes"]}
+        return dict(told[sandbox] or {})
+
+    def paused(self, note: str) -> Any:
+        """A paused sandbox on ``far`` with a file, copied."""
+        sandbox = e2b.Sandbox.create("host", timeout=300, **self.options)
+        sandbox.files.write("/tmp/note", note)
+        sandbox.commands.run("echo $((6 * 7)) > /home/user/answer")
+        sandbox.pause()
+        until(lambda: self.replica(sandbox.sandbox_id)["state"] == "kept")
+        return sandbox
+
+    def lose(self) -> None:
+        until(lambda: self.status() == "lost")
+        self.ask("POST", "/nodes/near", {"status": "ready"})
+
+
+@pytest.fixture
+def trio(tmp_path: Path) -> Iterator[Trio]:
+    trio = Trio(tmp_path)
+    try:
+        yield trio
+    finally:
+        for sandbox in trio.sandboxes():
+            trio.ask("DELETE", f"/admin/sandboxes/{sandbox}")
+        for process in (trio.node, trio.near, trio.service):
+            if process.process.poll() is None:
+                process.end()
+
+
+def test_what_was_paused_on_a_node_that_died_resumes_elsewhere(trio: Trio) -> None:
+    sandbox = trio.paused("before")
+    running = e2b.Sandbox.create("host", timeout=300, **trio.options)
+    trio.node.end(signal.SIGKILL)
+    trio.lose()
+    assert running.sandbox_id not in trio.sandboxes(), "what ran there is over"
+    again = sandbox.connect(timeout=300)
+    assert again.sandbox_id == sandbox.sandbox_id
+    assert trio.sandboxes() == {sandbox.sandbox_id: "near"}
+    assert again.files.read("/tmp/note") == "before"
+    assert again.commands.run("cat /home/user/answer; hostname").stdout.splitlines()[0] == "42"
+    again.files.write("/tmp/note", "after")
+
+    trio.node = trio.join()  # with what it had on its disk
+    until(lambda: trio.status() == "ready")
+    until(lambda: trio.ask("GET", "/nodes/far")["sandboxCount"] == 0)
+    assert trio.sandboxes() == {sandbox.sandbox_id: "near"}
+    assert again.files.read("/tmp/note") == "after"
+
+
+def test_a_node_that_was_silent_lets_go_of_what_was_recovered(trio: Trio) -> None:
+    sandbox = trio.paused("before")
+    running = e2b.Sandbox.create("host", timeout=300, **trio.options)
+    trio.node.process.send_signal(signal.SIGSTOP)
+    try:
+        trio.lose()
+        again = sandbox.connect(timeout=300)
+        again.files.write("/tmp/note", "after")
+    finally:
+        trio.node.process.send_signal(signal.SIGCONT)
+    until(lambda: trio.status() == "ready")
+    until(lambda: trio.ask("GET", "/nodes/far")["sandboxCount"] == 0)
+    assert trio.sandboxes() == {sandbox.sandbox_id: "near"}
+    assert running.sandbox_id not in trio.sandboxes()
+    assert again.files.read("/tmp/note") == "after"
+
+
+def test_what_has_no_copy_is_told_of_as_lost(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "--node-grace", GRACE_S)
+    try:
+        sandbox = e2b.Sandbox.create("host", timeout=300, **pair.options)
+        sandbox.files.write("/tmp/note", "here")
+        sandbox.pause()
+        pair.node.end(signal.SIGKILL)
+        until(lambda: pair.status() == "lost")
+        (seen,) = pair.ask("GET", "/admin/overview")["sandboxes"]
+        assert "without --replicas" in seen["lost"]
+        with pytest.raises(Exception, match="waits for that node"):
+            sandbox.connect(timeout=300)
+        pair.node = pair.join()
+        until(lambda: pair.status() == "ready")
+        assert sandbox.connect(timeout=300).files.read("/tmp/note") == "here"
+    finally:
+        for sandbox_id in pair.sandboxes():
+            pair.ask("DELETE", f"/admin/sandboxes/{sandbox_id}")
+        pair.node.end()
+        pair.service.end()
