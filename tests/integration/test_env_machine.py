@@ -156,7 +156,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(sandbox=sandboxes)
     def move(self, sandbox: str) -> None:
-        error = self.attempt(self.service.upkeep.reconciler.move(sandbox))
+        error = self.attempt(self.service.upkeep.reconciler.mover.move(sandbox))
         assert (error is None) == (sandbox in self.model)
 
     @rule(seconds=st.integers(1, 60))

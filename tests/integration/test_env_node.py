@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.microvms import tiny_root
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of the service need root: run as root")
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
@@ -122,3 +123,19 @@ def test_sandboxes_on_a_node_that_joined(pair: Pair) -> None:
     with pytest.raises(Exception, match=r"(?i)drain|room|node"):
         e2b.Sandbox.create("host", timeout=60, **pair.options)
     assert sandbox.commands.run("echo still here").stdout == "still here\n"
+
+
+def test_a_template_reaches_a_node_that_lacks_it(pair: Pair) -> None:
+    root = tiny_root(pair.state / "root")
+    (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh -c "$3"\n')  # called as bash -l -c COMMAND
+    (root / "bin" / "bash").chmod(0o755)
+    build = [*COMMAND, "template", "build", str(root), "tiny", "--state", str(pair.state / "service")]
+    subprocess.run(build, check=True, timeout=120, capture_output=True)
+    sandbox = e2b.Sandbox.create("tiny", timeout=300, **pair.options)
+    assert pair.sandboxes() == {sandbox.sandbox_id: "far"}
+    assert sandbox.commands.run("ls /bin/busybox").stdout == "/bin/busybox\n"
+    fetched = pair.ask("GET", "/nodes/far")["counters"]["template_layers_fetched"]
+    assert fetched == len(list((pair.state / "node" / "templates" / "layers").iterdir())) > 0
+    again = e2b.Sandbox.create("tiny", timeout=300, **pair.options)
+    assert again.commands.run("hostname").exit_code == 0
+    assert pair.ask("GET", "/nodes/far")["counters"]["template_layers_fetched"] == fetched

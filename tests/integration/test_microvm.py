@@ -18,6 +18,7 @@ from venusrl.sandboxes.runtimes.microvm import migration, template
 from venusrl.sandboxes.runtimes.microvm.instance import MicroVm
 from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
 from venusrl.sandboxes.runtimes.microvm.vm import UID_BASE, start_time
+from venusrl.sandboxes.runtimes.moving import Streams
 from venusrl.sandboxes.templates.api import Image, Start
 
 
@@ -230,7 +231,7 @@ async def test_a_move_that_fails_leaves_it_running(
     instance = await runtime.create(spec)
     server, dial, accept = await microvms.joined()
 
-    async def broken(name: str) -> migration.Streams:
+    async def broken(name: str) -> Streams:
         reader, writer = await accept(name)
         if name == "memory":
             writer.close()

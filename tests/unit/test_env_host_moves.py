@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from tests.unit.environments import ADMIN, environment
 
-from venusrl.sandboxes.host import moves
+from venusrl.sandboxes.host import archive, arrivals, move_line
 from venusrl.sandboxes.host.api import Address, Moving, Order
 from venusrl.sandboxes.host.errors import HostLost, MoveUnsupported
 from venusrl.sandboxes.host.local import HostConfig, LocalHost
@@ -92,38 +93,72 @@ async def test_a_host_that_admits_no_more_is_told_of_and_nothing_changes(tmp_pat
         await here.host.move("a", there.host)
     with pytest.raises(MoveUnsupported):
         await here.host.move("a", here.host)
-    assert await here.held() == {"a": ("running", 2)}
+    assert await here.held() == {"a": ("running", 0)}
     await close(here, there)
+
+
+def silent(_: str) -> Awaitable[bool]:
+    """A host that does not say whether it has a sandbox."""
+    raise HostLost("it does not answer")
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-async def test_an_answer_that_is_lost_is_asked_for_again(
+async def test_an_answer_that_is_lost_is_found_out(
     tmp_path: Path, arrived: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The origin dies right after its record says that it gave the sandbox away."""
+    """The origin's service ends while its record says that it gave the sandbox away."""
     here, there = await pair(tmp_path)
-    hear = moves._hear
+    hear = move_line.hear
 
-    async def cut(reader: asyncio.StreamReader, wanted: str, seconds: float = 30.0) -> moves._Word:
-        if wanted == ("taken" if arrived else "go"):
+    async def cut(reader: asyncio.StreamReader, *wanted: str, seconds: float = 30.0) -> move_line.Word:
+        if wanted == ("taken" if arrived else "go",):
             if arrived:
-                await hear(reader, wanted, seconds)
+                await hear(reader, *wanted, seconds=seconds)
             raise HostLost("cut")
-        return await hear(reader, wanted, seconds)
+        return await hear(reader, *wanted, seconds=seconds)
 
-    monkeypatch.setattr(moves, "_hear", cut)
-    with pytest.raises(SandboxError):
+    with monkeypatch.context() as broken:
+        broken.setattr(move_line if arrived else arrivals, "hear", cut)
+        broken.setattr(there.host, "has", silent)
+        with pytest.raises(HostLost, match="does not say whether it has it"):
+            await here.host.move("a", there.host)
+        await here.again()
+        assert (await here.host.status()).held[0].given_to == "there"
+        with pytest.raises(HostLost):
+            await here.host.settle("a", there.host)
+    assert await here.host.settle("a", there.host) is arrived
+    assert (list(await here.held()), list(await there.held())) == (([], ["a"]) if arrived else (["a"], []))
+    assert here.runtime.alive + there.runtime.alive == ["a"]
+    if not arrived:
+        assert await here.host.settle("a", there.host) is False  # nothing is open any more
+        assert (await here.host.status()).held[0].given_to == ""
         await here.host.move("a", there.host)
-    monkeypatch.setattr(moves, "_hear", hear)
-    await here.again()
-    running = [state for side in (here, there) for state, _ in (await side.held()).values() if state == "running"]
-    assert len(running) == 1
-    if "a" in await here.held():
-        await here.host.move("a", there.host)
-    assert await here.held() == {}
-    assert here.runtime.alive == []
-    assert list(await there.held()) == ["a"]
+        assert list(await there.held()) == ["a"]
     await close(here, there)
+
+
+async def test_a_host_that_will_not_come_back_gives_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = await pair(tmp_path)
+    monkeypatch.setattr(arrivals, "hear", lost_at("go"))
+    monkeypatch.setattr(there.host, "has", silent)
+    with pytest.raises(HostLost):
+        await here.host.move("a", there.host)
+    assert await here.host.settle("a", None) is False
+    assert (await here.held())["a"][0] == "running"
+    assert here.runtime.alive == ["a"]
+    await close(here, there)
+
+
+def lost_at(word: str) -> Callable[..., Awaitable[move_line.Word]]:
+    """Hears everything but that."""
+    hear = move_line.hear
+
+    async def cut(reader: asyncio.StreamReader, *wanted: str, seconds: float = 30.0) -> move_line.Word:
+        if wanted == (word,):
+            raise HostLost("cut")
+        return await hear(reader, *wanted, seconds=seconds)
+
+    return cut
 
 
 async def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
@@ -146,13 +181,13 @@ async def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["up", "link", "absolute"])
 def test_an_archive_stays_in_its_bounds(tmp_path: Path, kind: str) -> None:
-    with tarfile.open(tmp_path / "tar", "x") as archive:
+    with tarfile.open(tmp_path / "tar", "x") as made:
         info = tarfile.TarInfo({"up": "../x", "link": "x", "absolute": str(tmp_path / "x")}[kind])
         if kind == "link":
             info.type, info.linkname = tarfile.SYMTYPE, "/etc"
-        archive.addfile(info, io.BytesIO())
+        made.addfile(info, io.BytesIO())
     with pytest.raises(SandboxError, match="archive"):
-        moves._unpack(tmp_path / "tar", tmp_path / "out", 1 << 20)
+        archive.unpack(tmp_path / "tar", tmp_path / "out", 1 << 20)
     assert not (tmp_path / "x").exists()
 
 

@@ -346,13 +346,22 @@ async def _kill(sandboxes: list[str], state: Path | None, url: str) -> None:
 @app.command("move")
 def move(
     sandbox: Annotated[str, typer.Argument(help="Its id.")],
-    to: Annotated[str, typer.Option(help="The node. Default: where there is room.")] = "",
+    node: Annotated[str, typer.Argument(help="The node. Default: where there is room.")] = "",
     state: _State = None,
     url: _Url = "",
+    json_output: _Json = False,
 ) -> None:
-    """Move a sandbox to another node; it keeps its id and, where its runtime can, goes on running."""
-    answer = asyncio.run(_one(state, url, "POST", f"/admin/sandboxes/{sandbox}/move", {"to": to}))
-    stdout().print(f"{sandbox} is on {answer['node']}", markup=False)
+    """Move a sandbox to another node; it keeps its id and, where its runtime can, goes on running.
+
+    Example:
+
+    $ venusrl env move SANDBOX NODE
+    """
+    answer = asyncio.run(_one(state, url, "POST", f"/admin/sandboxes/{sandbox}/move", {"to": node}))
+    if json_output:
+        print_json(answer)
+    else:
+        stdout().print(f"{sandbox} is on {answer['node']}: {env_view.how_it_moved(answer)}", markup=False)
 
 
 @app.command("drain")

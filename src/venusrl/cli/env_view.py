@@ -126,3 +126,16 @@ def span(seconds: float) -> str:
 
 def ago(when: float) -> str:
     return "never" if not when else f"{span(max(0.0, time.time() - when))} ago"
+
+
+def how_it_moved(moved: dict[str, Any]) -> str:
+    """One line of what a move was like."""
+    said = {
+        "live": "it moved while it ran",
+        "snapshot": "it moved as a snapshot, its processes with it",
+        "files": "its files moved, its processes ended",
+        "found": "it was there already",
+    }[moved["how"]]
+    if moved["outage_s"]:
+        said += f", and stood still for {1000 * moved['outage_s']:.0f} ms"
+    return said + (f" (not live: {moved['why']})" if moved["why"] else "")

@@ -29,8 +29,10 @@ from venusrl.sandboxes.host.api import (
     Host,
     HostStatus,
     KeptState,
+    Moved,
     Moving,
     Order,
+    Peer,
     SnapshotInfo,
     State,
     StateFile,
@@ -59,6 +61,7 @@ class FakeSandbox:
         self.files = dict(files)
         self.private = 4 * MIB
         self.idle_s: float | None = 0.0
+        self.given_to = ""
         self.epoch = 0
 
 
@@ -100,6 +103,7 @@ class FakeHost:
         self.states = FakeStates(self)
         self.draining = False
         self.closed = False
+        self.peer: Peer | None = None
         self.hung_up = 0
         self.gate: asyncio.Event | None = None
         """When set to an Event, ``create``, ``pause`` and ``resume`` wait for it after they began."""
@@ -196,7 +200,7 @@ class FakeHost:
         one = self._find(sandbox)
         one.priority, one.mandatory = priority, mandatory
 
-    async def move(self, sandbox: str, to: Host) -> None:
+    async def move(self, sandbox: str, to: Host) -> Moved:
         self._called("move", sandbox)
         one = self._find(sandbox)
         if not isinstance(to, FakeHost):
@@ -204,6 +208,21 @@ class FakeHost:
         to.sandboxes[sandbox] = self.sandboxes.pop(sandbox)
         one.epoch += 1
         to._used_ids.add(one.order.id)
+        return Moved("snapshot", "a fake host moves nothing that runs", 0.25)
+
+    async def settle(self, sandbox: str, to: Host | None) -> bool:
+        """Of one whose ``given_to`` a test has set: it is where ``to`` says."""
+        self._called("settle", sandbox)
+        one = self._find(sandbox)
+        there = to is not None and await to.has(sandbox)
+        if there:
+            del self.sandboxes[sandbox]
+        one.given_to = ""
+        return there
+
+    async def has(self, sandbox: str) -> bool:
+        self._called("has", sandbox)
+        return sandbox in self.sandboxes
 
     async def offer(self, move: Moving) -> Address:
         """Where nobody listens: what a test looks at is that the call came."""
@@ -312,6 +331,7 @@ class FakeHost:
             footprint=Footprint(private=0 if one.state == "paused" else one.private),
             idle_s=one.idle_s,
             epoch=one.epoch,
+            given_to=one.given_to,
         )
 
     def _view(self) -> HostView:

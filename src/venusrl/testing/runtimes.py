@@ -37,6 +37,8 @@ class FakeState(msgspec.Struct):
     made: bool = False
     paused: bool = False
     private: int = 1 << 20
+    left: bool = False
+    """Stopped: it was given to another host."""
 
 
 class _World:
@@ -91,7 +93,7 @@ class FakeInstance:
 
     @property
     def agent(self) -> Agent:
-        if self._state().paused:
+        if self._state().paused or self._state().left:
             raise SandboxPaused(f"sandbox {self._spec.id} is paused")
         return self._agent
 

@@ -62,6 +62,8 @@ class Held(msgspec.Struct, frozen=True):
     idle_s: float | None
     epoch: int = 0
     """Grows with every change of host: of two hosts that hold the same sandbox the larger one's is the sandbox."""
+    given_to: str = ""
+    """The host that has it now, unless ``settle`` finds that it has not: a move's last answer was lost."""
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
@@ -131,7 +133,8 @@ class Died(msgspec.Struct, frozen=True):
 
 class Moving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A move that the origin asks the receiving host to make ready for. ``record`` is the origin's own record of the
-    sandbox, which only ``moves`` reads. ``private`` is the memory it will take, for admission."""
+    sandbox, which only ``arrivals`` reads. ``private`` is the memory it will take, for admission; ``passport`` what its
+    memory asks of a host (``runtimes.moving``), b"" where it has none that can move."""
 
     id: str
     sandbox: str
@@ -140,14 +143,35 @@ class Moving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     record: bytes = b""
     private: int = 0
+    passport: bytes = b""
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the streams of one move go. ``token`` is known to the two hosts alone and good for that move."""
+    """Where the streams of one move go. ``token`` is known to the two hosts alone and good for that move.
+    ``live_lacks``: why the sandbox cannot come while it runs; "" = it can."""
 
     host: str
     port: int
     token: str
+    live_lacks: str = ""
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """How a sandbox went: ``live``, as a ``snapshot`` with its processes, with its ``files`` only (processes ended), or
+    it was ``found`` there. ``why`` not live. ``outage_s``: how long it did not run, seconds; 0 for a paused one."""
+
+    how: Literal["live", "snapshot", "files", "found"]
+    why: str = ""
+    outage_s: float = 0.0
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another host's server: what one host is told of the other to move a sandbox there. ``url`` "" = the service that
+    the asked one joined."""
+
+    name: str
+    url: str
+    key: str
 
 
 class HostStatus(msgspec.Struct, frozen=True):
@@ -202,6 +226,11 @@ class Host(Protocol):
     @property
     def states(self) -> States: ...
 
+    @property
+    def peer(self) -> Peer | None:
+        """How other hosts reach it; None = they cannot."""
+        ...
+
     async def status(self) -> HostStatus: ...
 
     async def create(self, order: Order) -> Held: ...
@@ -222,8 +251,18 @@ class Host(Protocol):
 
     async def set_priority(self, sandbox: str, priority: float, mandatory: bool) -> None: ...
 
-    async def move(self, sandbox: str, to: Host) -> None:
+    async def move(self, sandbox: str, to: Host) -> Moved:
         """Send it to another host, live where both can; on return it runs (or is paused) there and not here."""
+        ...
+
+    async def settle(self, sandbox: str, to: Host | None) -> bool:
+        """Of one that was given to ``to`` (``Held.given_to``): True = it is there and not here any more; False = it is
+        here as before. ``to`` None: that host will not come back. Raises HostLost while nobody can tell."""
+        ...
+
+    async def has(self, sandbox: str) -> bool:
+        """Whether a sandbox that another host gave is here. After False no earlier try of that move can succeed.
+        Raises HostLost while it is just arriving."""
         ...
 
     async def offer(self, move: Moving) -> Address:

@@ -104,6 +104,7 @@ class Cell:
             footprint=record.footprint,
             idle_s=self.idle_s(now),
             epoch=record.epoch,
+            given_to=record.given_to,
         )
 
     def spec(self) -> Spec:
@@ -276,12 +277,26 @@ class Cells:
             cell.record = before
             raise
 
-    def give(self, cell: Cell, to: str, paused: bool) -> None:
+    def begin_live(self, cell: Cell, to: str) -> None:
+        """On disk: it is being sent to ``to``, and runs on here meanwhile."""
+        cell.record.sending_to = to
+        try:
+            self._save(cell)
+        except SandboxError:
+            cell.record.sending_to = ""
+            raise
+
+    def stop_for_move(self, cell: Cell) -> None:
+        """It is stopped, and served no more."""
+        self._enter(cell, "moving")
+
+    def give(self, cell: Cell, to: str, paused: bool, *, durable: bool = True) -> None:
         """On disk: from now on it is ``to``'s, if ``to`` has it."""
         before = msgspec.structs.replace(cell.record)
         cell.record.given_to, cell.record.was_paused = to, paused
+        cell.record.runtime = cell.alive().record()
         try:
-            self._save(cell, durable=True)
+            self._save(cell, durable=durable)
         except SandboxError:
             cell.record = before
             raise
@@ -293,7 +308,8 @@ class Cells:
         cell.record.sending_to = cell.record.given_to = ""
         cell.record.epoch += 2
         instance = cell.alive()
-        self._enter(cell, lifecycle.settled(is_paused(instance)))
+        if cell.record.state == "moving":  # else it was never stopped
+            self._enter(cell, lifecycle.settled(is_paused(instance)))
         cell.record.runtime = instance.record()
         self._save(cell, durable=True)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from venusrl.clock import Clock
-from venusrl.sandboxes.admission.api import Admission
+from venusrl.sandboxes.admission.api import Admission, SandboxView
 from venusrl.sandboxes.host.cells import Cell, Cells
 from venusrl.sandboxes.protocol import SandboxError, SandboxPaused
 
@@ -46,6 +46,26 @@ class Learned:
         """None while nothing was paused yet."""
         share = self._freed.get(runtime)
         return None if share is None else round(private * share)
+
+    def view(self, cell: Cell, now: float, wall: float) -> SandboxView:
+        """A sandbox as admission sees it; ``now`` is monotonic, ``wall`` since the epoch."""
+        record = cell.record
+        private = record.footprint.total
+        return SandboxView(
+            id=cell.id,
+            template=record.image.id,
+            group=record.order.group,
+            age_s=max(0.0, wall - record.created),
+            private=private,
+            declared=cell.limits.memory_mib << 20,
+            paused=record.state in ("paused", "pausing"),
+            priority=record.order.priority,
+            mandatory=record.order.mandatory,
+            idle_s=cell.idle_s(now),
+            resume_cost_s=self.resume_s(record.order.runtime),
+            cpus=cell.limits.cpus,
+            reclaimable=self.reclaimable(record.order.runtime, private),
+        )
 
 
 def _blend(old: float | None, new: float) -> float:

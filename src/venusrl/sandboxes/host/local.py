@@ -22,17 +22,30 @@ import msgspec
 from aiohttp import web
 
 from venusrl.clock import Clock, SystemClock
-from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Pause, Request, SandboxView
+from venusrl.sandboxes.admission.api import Admission, Admit, Deny, HostView, Pause, Request
 from venusrl.sandboxes.agent.api import Agent, Stream, Usage
 from venusrl.sandboxes.envd.about import About
-from venusrl.sandboxes.host import moves
-from venusrl.sandboxes.host.api import ENVD_PORT, Address, Died, Held, Host, HostStatus, Moving, Order, SnapshotInfo
+from venusrl.sandboxes.host.api import (
+    ENVD_PORT,
+    Address,
+    Died,
+    Held,
+    Host,
+    HostStatus,
+    Moved,
+    Moving,
+    Order,
+    Peer,
+    SnapshotInfo,
+)
+from venusrl.sandboxes.host.arrivals import Arrivals, How
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.cells import Cell, Cells, TimeLimits
 from venusrl.sandboxes.host.deaths import Deaths
 from venusrl.sandboxes.host.errors import MoveUnsupported, within
 from venusrl.sandboxes.host.footprints import Footprints, Learned
 from venusrl.sandboxes.host.machine import Machine
+from venusrl.sandboxes.host.moves import Sender
 from venusrl.sandboxes.host.pages import Pages
 from venusrl.sandboxes.host.records import Record, Records, check_id
 from venusrl.sandboxes.host.snapshots import Kept, Snapshots
@@ -125,17 +138,30 @@ class LocalHost:
         self._machine = Machine(self._clock)
         limits, ended = self._config.time_limits, self._on_ended
         self.cells = Cells(self._records, self._runtimes, self._background, self._clock, limits, self._deaths, ended)
-        self._sender = moves.Sender(self._config.name, self.cells, state / "moves")
-        self._receiver = moves.Receiver(self._config.listen, state / "moves", self._take, self._config.time_limits.move)
-        self.states = LocalStates(
-            self.name, state / "states", self.cells, self._snapshots, images.resolve, self._take, self._clock
+        self._sharing = sharing or Sharing()
+        self._sender = Sender(self.name, self.cells, state / "moves", self._clock)
+        self._arrivals = Arrivals(
+            self.name,
+            self._config.listen,
+            state / "moves",
+            self.cells,
+            images.resolve,
+            self._admit,
+            self._begin,
+            self._sharing.made_of,
+            self._clock,
         )
-        self._pages = Pages(sharing or Sharing(), self.cells, self._runtimes, self._background)
+        self.states = LocalStates(
+            self.name, state / "states", self.cells, self._snapshots, images.resolve, self._arrivals.take, self._clock
+        )
+        self._pages = Pages(self._sharing, self.cells, self._runtimes, self._background)
         self._learned = Learned()
         self._footprints = Footprints(self.cells, admission, self._clock, self._pages.measure)
         self._starting = asyncio.Semaphore(self._config.starting)
         self._abilities: dict[str, Abilities] = {}
         self._draining = False
+        self.peer: Peer | None = None
+        """Set by who serves it to other hosts."""
         total = self._machine.total
         self._memory = total if self._config.memory is None else min(total, self._config.memory)
         given = self._config.reserve
@@ -156,7 +182,7 @@ class LocalHost:
         try:
             await self._start_runtimes()
             await asyncio.to_thread(self._snapshots.open)
-            await asyncio.to_thread(self._receiver.clear)
+            await asyncio.to_thread(self._arrivals.clear)
             await asyncio.to_thread(self.states.clear)
             lost = await self.cells.adopt()
             await self._pages.sweep()
@@ -172,7 +198,7 @@ class LocalHost:
         return lost
 
     async def close(self) -> None:
-        await self._receiver.close()
+        await self._arrivals.close()
         await self._background.close()
         for runtime in self._runtimes.values():
             await runtime.close()
@@ -213,7 +239,7 @@ class LocalHost:
             pressure=reading.pressure,
             shared=dict(self._pages.shared),
             copies=dict(self._pages.copies),
-            sandboxes=tuple(self._seen(cell, now, wall) for cell in self.cells),
+            sandboxes=tuple(self._learned.view(cell, now, wall) for cell in self.cells),
             draining=self._draining,
         )
 
@@ -272,39 +298,27 @@ class LocalHost:
         cell.record.order = msgspec.structs.replace(cell.record.order, priority=priority, mandatory=mandatory)
         await self.cells.saved(cell)
 
-    async def move(self, sandbox: str, to: Host) -> None:
+    async def move(self, sandbox: str, to: Host) -> Moved:
         """Raises MoveUnsupported, SandboxDenied, HostLost; see ``moves``."""
         cell = self.cells.get(sandbox)
         if to is self or to.name == self.name:
             raise MoveUnsupported(f"sandbox {sandbox} is on {self.name} already: name another host")
         ability = self._abilities.get(cell.record.order.runtime)
         memory = ability is not None and ability.memory_snapshot
-        await self.cells.alone(cell, "move", lambda: self._sender.send(cell, to, memory=memory))
+        moved = await self.cells.alone(cell, "move", lambda: self._sender.send(cell, to, memory=memory))
         self.cells.count("moved_away")
+        self.cells.count(f"moved_away_{moved.how}")
+        return moved
+
+    async def settle(self, sandbox: str, to: Host | None) -> bool:
+        cell = self.cells.get(sandbox)
+        return await self.cells.alone(cell, "settle", lambda: self._sender.settle(cell, to))
+
+    async def has(self, sandbox: str) -> bool:
+        return await self._arrivals.has(sandbox)
 
     async def offer(self, move: Moving) -> Address:
-        record = moves.read_offer(move, self.name)
-        moves.refuse_known(self.cells, move.sandbox, self.name)
-        await self._receiver.forget(move.sandbox)  # before any answer: what is said must stay true
-        self.cells.runtime(move.runtime)
-        record.image = await moves.image_here(self._images.resolve, record, self.name)
-        self._admit(record.image, record.order, moves.limits_of(record), move.private or None)
-        return await self._receiver.offer(move, record)
-
-    async def _take(self, taken: moves.Taken) -> None:
-        """Make what arrived a sandbox of this host, paused if it was."""
-        record = taken.record
-        record.state, record.runtime, record.changed = "running", b"", self._clock.time()
-        displaced = self._admit(record.image, record.order, moves.limits_of(record), record.footprint.total or None)
-
-        async def build(runtime: Runtime, spec: Spec) -> Instance:
-            await self._displace(displaced)
-            spec = await self._pages.ready(runtime, spec)
-            async with self._turn(spec.id), within(self.cells.time_limits.resume, "resume", f"sandbox {spec.id}"):
-                return await moves.rebuild(runtime, spec, taken)
-
-        await self.cells.make(record, build, durable=True)  # nothing that can fail may follow: it is here now
-        self.cells.count("moved_here")
+        return await self._arrivals.offer(move)
 
     # -- requests into a sandbox
 
@@ -345,6 +359,21 @@ class LocalHost:
         cell = await self.cells.make(record, build)
         self._pages.known(image.id)
         return cell.held(self._clock.monotonic())
+
+    async def _begin(self, record: Record, displaced: tuple[Pause, ...], how: How, prepared: bool) -> None:
+        """One that comes from elsewhere; on disk when this returns."""
+
+        async def build(runtime: Runtime, spec: Spec) -> Instance:
+            await self._displace(displaced)
+            spec = await (self._pages.ready(runtime, spec) if prepared else self._sharing.made_of(spec))
+            # While it runs elsewhere it may take as long as the move; what must be made anew, as long as a resume.
+            limits = self.cells.time_limits
+            seconds = limits.resume if prepared else limits.move
+            async with self._turn(spec.id), within(seconds, "resume", f"sandbox {spec.id}"):
+                return await how(runtime, spec)
+
+        await self.cells.make(record, build, durable=True)
+        self._pages.known(record.image.id)
 
     def _admit(self, image: Image, order: Order, limits: Limits, private: int | None) -> tuple[Pause, ...]:
         """Whom to pause first. Raises SandboxDenied. Nothing may be awaited between this and the cell it is for."""
@@ -452,25 +481,6 @@ class LocalHost:
         else:
             self.cells.count("paused_for_memory")
             _log.info("sandbox %s is paused: %s", pause.sandbox, pause.reason)
-
-    def _seen(self, cell: Cell, now: float, wall: float) -> SandboxView:
-        record = cell.record
-        private = record.footprint.total
-        return SandboxView(
-            id=cell.id,
-            template=record.image.id,
-            group=record.order.group,
-            age_s=max(0.0, wall - record.created),
-            private=private,
-            declared=cell.limits.memory_mib * MIB,
-            paused=record.state in ("paused", "pausing"),
-            priority=record.order.priority,
-            mandatory=record.order.mandatory,
-            idle_s=cell.idle_s(now),
-            resume_cost_s=self._learned.resume_s(record.order.runtime),
-            cpus=cell.limits.cpus,
-            reclaimable=self._learned.reclaimable(record.order.runtime, private),
-        )
 
     def _on_ended(self, sandbox: str) -> None:
         self._admission.ended(sandbox)

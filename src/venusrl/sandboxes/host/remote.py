@@ -41,14 +41,16 @@ from venusrl.sandboxes.host.api import (
     Host,
     HostStatus,
     KeptState,
+    Moved,
     Moving,
     Order,
+    Peer,
     SnapshotInfo,
     StateKind,
     StatePart,
 )
 from venusrl.sandboxes.host.errors import HostLost, MoveUnsupported, within
-from venusrl.sandboxes.host.wire import CALLS, MAX_MESSAGE, One, Peer
+from venusrl.sandboxes.host.wire import CALLS, MAX_MESSAGE, One
 from venusrl.sandboxes.runtimes.base import Network
 
 _HEADER_LIMIT = 1 << 16
@@ -61,7 +63,7 @@ class RemoteLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connect: float = 5.0
     ask: float = 15.0
     change: float = 1000.0
-    move: float = 660.0
+    move: float = 1700.0
     silence: float = 4 * wire.HEARTBEAT_S
 
 
@@ -116,18 +118,32 @@ class RemoteHost:
     async def set_priority(self, sandbox: str, priority: float, mandatory: bool) -> None:
         await self._call("set_priority", One(sandbox, priority=priority, mandatory=mandatory), self._limits.ask)
 
-    async def move(self, sandbox: str, to: Host) -> None:
-        """Raises MoveUnsupported when ``to`` is not a node that the other can reach."""
-        if not isinstance(to, RemoteHost):
+    async def move(self, sandbox: str, to: Host) -> Moved:
+        """Raises MoveUnsupported when ``to`` is not one that the other can reach."""
+        moved: Moved = await self._call("move", One(sandbox, to=self._reachable(sandbox, to)), self._limits.move)
+        return moved
+
+    async def settle(self, sandbox: str, to: Host | None) -> bool:
+        peer = None if to is None else self._reachable(sandbox, to)
+        there: bool = await self._call("settle", One(sandbox, to=peer), self._limits.change)
+        return there
+
+    async def has(self, sandbox: str) -> bool:
+        there: bool = await self._call("has", One(sandbox), self._limits.ask)
+        return there
+
+    async def offer(self, move: Moving) -> Address:
+        """It listens where it answers, whatever it calls that address itself. It may have to fetch the template."""
+        address: Address = await self._call("offer", move, self._limits.change)
+        return msgspec.structs.replace(address, host=URL(self.peer.url).host or address.host)
+
+    def _reachable(self, sandbox: str, to: Host) -> Peer:
+        if to.peer is None:
             raise MoveUnsupported(
                 f"sandbox {sandbox} stays on {self._name}: {to.name} has no address that other nodes could send it to; "
                 f"move it to a node that joined"
             )
-        await self._call("move", One(sandbox, to=to.peer), self._limits.move)
-
-    async def offer(self, move: Moving) -> Address:
-        address: Address = await self._call("offer", move, self._limits.ask)
-        return address
+        return to.peer
 
     async def usage(self, sandbox: str) -> Usage:
         usage: Usage = await self._call("usage", One(sandbox), self._limits.ask)

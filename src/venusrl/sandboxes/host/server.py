@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -24,9 +24,9 @@ from aiohttp import WSMsgType, web
 from venusrl.sandboxes.agent.api import Stream
 from venusrl.sandboxes.envd.door import RUNNER_OPTIONS
 from venusrl.sandboxes.host import wire
-from venusrl.sandboxes.host.api import Died, Host
+from venusrl.sandboxes.host.api import Died, Host, Moved, Peer
 from venusrl.sandboxes.host.errors import MoveUnsupported
-from venusrl.sandboxes.host.wire import CALLS, HEARTBEAT_S, One, Peer
+from venusrl.sandboxes.host.wire import CALLS, HEARTBEAT_S, OF_PEERS, One
 from venusrl.sandboxes.protocol import SandboxError
 
 _log = logging.getLogger(__name__)
@@ -53,13 +53,25 @@ def application(host: Host, key: str, connect: Connector | None = None) -> web.A
     return app
 
 
+def for_peers(host: Host, key: str) -> web.Application:
+    """What another host may ask while a sandbox moves here, and nothing else: for a host whose manager is in the same
+    process. To be served below another application."""
+    server = _Server(host, key, None, calls=OF_PEERS)
+    app = web.Application(middlewares=[server.gate])
+    app.router.add_post("/call/{call}", server.call)
+    return app
+
+
 def runner(app: web.Application) -> web.AppRunner:
     """What runs ``application``: bodies meant for sandboxes must arrive as they were sent."""
     return web.AppRunner(app, access_log=None, shutdown_timeout=2.0, handler_cancellation=False, **RUNNER_OPTIONS)
 
 
 class _Server:
-    def __init__(self, host: Host, key: str, connect: Connector | None) -> None:
+    def __init__(
+        self, host: Host, key: str, connect: Connector | None, calls: frozenset[str] = frozenset(CALLS)
+    ) -> None:
+        self._calls = calls
         self._host = host
         self._key = key
         self._connect = connect
@@ -71,7 +83,7 @@ class _Server:
         if not hmac.compare_digest(given, self._key.encode()):
             return web.Response(status=401, text=f"{wire.KEY_HEADER} is not this node's key")
         try:
-            if wire.SANDBOX_HEADER in request.headers:
+            if wire.SANDBOX_HEADER in request.headers and self._calls == frozenset(CALLS):
                 return await self._forward(request)
             return await handler(request)
         except SandboxError as error:
@@ -90,7 +102,7 @@ class _Server:
 
     async def call(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["call"]
-        if name not in CALLS:
+        if name not in self._calls:
             return web.Response(status=404, text=f"{name!r} is no call of a host")
         try:
             asked: Any = msgspec.json.decode(await request.read(), type=CALLS[name][0])
@@ -108,7 +120,7 @@ class _Server:
                 return await host.status()
             case "drain":
                 await host.drain(asked.on)
-            case "kill" | "resume" | "usage":
+            case "kill" | "resume" | "usage" | "has":
                 return await getattr(host, name)(asked.sandbox)
             case "pause":
                 return await host.pause(asked.sandbox, memory=asked.memory)
@@ -121,7 +133,9 @@ class _Server:
             case "set_priority":
                 await host.set_priority(asked.sandbox, asked.priority, asked.mandatory)
             case "move":
-                await self._move(asked)
+                return await self._move(asked)
+            case "settle":
+                return await self._settle(asked)
             case _ if name.startswith("state_"):
                 return await self._state(name, asked)
         return None
@@ -143,12 +157,25 @@ class _Server:
                 await states.drop(asked.state)
         return None
 
-    async def _move(self, asked: One) -> None:
-        if asked.to is None or self._connect is None:
-            raise MoveUnsupported(f"{self._host.name} cannot send sandbox {asked.sandbox} to another host")
-        other = self._connect(asked.to)
+    async def _move(self, asked: One) -> Moved:
+        if asked.to is None:
+            raise MoveUnsupported(f"no host was named to send sandbox {asked.sandbox} to")
+        async with self._other(asked.to) as other:
+            return await self._host.move(asked.sandbox, other)
+
+    async def _settle(self, asked: One) -> bool:
+        if asked.to is None:
+            return await self._host.settle(asked.sandbox, None)
+        async with self._other(asked.to) as other:
+            return await self._host.settle(asked.sandbox, other)
+
+    @contextlib.asynccontextmanager
+    async def _other(self, peer: Peer) -> AsyncIterator[Host]:
+        if self._connect is None:
+            raise MoveUnsupported(f"{self._host.name} sends no sandbox to another host")
+        other = self._connect(peer)
         try:
-            await self._host.move(asked.sandbox, other)
+            yield other
         finally:
             await other.close()
 

@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from venusrl.clock import Clock
-from venusrl.sandboxes.host import moves
+from venusrl.sandboxes.host import arrivals
 from venusrl.sandboxes.host.api import PIECE, KeptState, StateFile, StateKind
 from venusrl.sandboxes.host.cells import Cell, Cells
 from venusrl.sandboxes.host.errors import AlreadyExists, MoveUnsupported, within
@@ -54,7 +54,7 @@ class _Open:
 
 
 class LocalStates:
-    """Implements ``host.api.States``. ``take_in`` makes a sandbox of what arrived (``LocalHost._take``)."""
+    """Implements ``host.api.States``. ``take_in`` makes a sandbox of what arrived (``Arrivals.take``)."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class LocalStates:
         cells: Cells,
         snapshots: Snapshots,
         resolve: Resolve,
-        take_in: moves.Take,
+        take_in: arrivals.Take,
         clock: Clock,
     ) -> None:
         self._name = name
@@ -203,9 +203,9 @@ class LocalStates:
                 raise AlreadyExists(f"sandbox {state.subject} is on {self._name}, and no older one")
             await self._cells.kill(state.subject)
         record.epoch, record.given_to, record.sending_to, record.was_paused = epoch, "", "", False
-        record.image = await moves.image_here(self._resolve, record, self._name)
+        record.image = await arrivals.image_here(self._resolve, record, self._name)
         snapshot = Snapshot(str(found.directory / "data"), state.memory, state.total, state.runtime)
-        await self._take_in(moves.Taken(record, snapshot, False))
+        await self._take_in(arrivals.Taken(record, snapshot, False))
 
     async def _restore_snapshot(self, found: _Open) -> None:
         kept = _decoded(found.state, Kept, self._name)

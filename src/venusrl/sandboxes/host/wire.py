@@ -18,7 +18,18 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from venusrl.sandboxes.agent.api import AgentError, Code, Usage
-from venusrl.sandboxes.host.api import Address, Held, HostStatus, KeptState, Moving, Order, SnapshotInfo, StatePart
+from venusrl.sandboxes.host.api import (
+    Address,
+    Held,
+    HostStatus,
+    KeptState,
+    Moved,
+    Moving,
+    Order,
+    Peer,
+    SnapshotInfo,
+    StatePart,
+)
 from venusrl.sandboxes.host.errors import AlreadyExists, HostLost, MoveUnsupported, OperationTimeout
 from venusrl.sandboxes.protocol import (
     BadPath,
@@ -45,14 +56,6 @@ HEARTBEAT_S = 5.0
 MAX_MESSAGE = 64 << 20
 _LONGEST = 2000
 """Characters of an error's message that are carried."""
-
-
-class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another host's server: what one host is told of the other to move a sandbox there."""
-
-    name: str
-    url: str
-    key: str
 
 
 class One(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,7 +91,9 @@ CALLS: dict[str, tuple[type, Any]] = {
     "remove_snapshot": (One, None),
     "set_network": (One, None),
     "set_priority": (One, None),
-    "move": (One, None),
+    "move": (One, Moved),
+    "settle": (One, bool),
+    "has": (One, bool),
     "offer": (Moving, Address),
     "usage": (One, Usage),
     "drain": (One, None),
@@ -100,6 +105,8 @@ CALLS: dict[str, tuple[type, Any]] = {
     "state_drop": (StatePart, None),
 }
 """By name: the type of the arguments and of the answer."""
+OF_PEERS = frozenset({"offer", "has"})
+"""What another host asks, of its own accord."""
 _PLAIN: dict[str, type[SandboxError]] = {
     error.reason: error
     for error in (

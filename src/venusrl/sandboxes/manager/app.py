@@ -17,6 +17,9 @@ from venusrl.sandboxes.manager.service import Service
 from venusrl.sandboxes.manager.web_common import ADMIN, MEASURES, SERVICE, answering
 from venusrl.sandboxes.templates.service import Templates
 
+PEERS = "/host"
+"""Below this path."""
+
 
 def build(
     service: Service,
@@ -25,9 +28,11 @@ def build(
     join_key: str,
     templates: Templates | None = None,
     connect: Connector | None = None,
+    peers: web.Application | None = None,
     with_traffic: bool = True,
 ) -> web.Application:
-    """``with_traffic``: sandboxes are reached on the same port (by Host or headers)."""
+    """``with_traffic``: sandboxes are reached on the same port (by Host or headers). ``peers``: what nodes ask of this
+    service's own host (``server.for_peers``)."""
     # The gateway comes first: what is meant for a sandbox is none of the control plane's routes.
     before = [service.gateway.middleware] if with_traffic else []
     app = web.Application(middlewares=[*before, answering], client_max_size=wire.MAX_BODY)
@@ -43,6 +48,8 @@ def build(
     routes_templates.add(app)
     routes_nodes.add(app)
     routes_layers.add(app)
+    if peers is not None:
+        app.add_subapp(PEERS, peers)
     return app
 
 

@@ -69,6 +69,11 @@ class ManagerDirectory:
 
     async def disputed(self, sandbox: str, error: SandboxGone | SandboxPaused) -> None:
         manager = self._manager
+        if sandbox in manager.moving:
+            record = manager.book.records.get(sandbox)
+            if record is not None and record.state == "running":
+                manager.book.passing(record, "moving")  # its host has stopped it: from now on requests wait
+            return
         try:
             async with manager.book.turn(sandbox) as record:
                 if record.state != "running":

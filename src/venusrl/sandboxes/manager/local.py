@@ -9,6 +9,7 @@ Guarantees: a runtime's module is imported only when that runtime is asked for.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from venusrl.clock import SystemClock
 from venusrl.sandboxes.admission.api import Admission
 from venusrl.sandboxes.admission.footprint import FootprintAdmission, FootprintConfig
 from venusrl.sandboxes.envd.door import Door
-from venusrl.sandboxes.host.api import Host
+from venusrl.sandboxes.host.api import Host, Peer
 from venusrl.sandboxes.host.local import HostConfig, Images, LocalHost
 from venusrl.sandboxes.manager.asks import Catalogue
 from venusrl.sandboxes.manager.errors import ManagerError
@@ -70,6 +71,8 @@ async def assemble(
     images: Images = fetched or templates
     config = HostConfig(name=name, memory=memory, reserve=reserve, listen=listen)
     host = LocalHost(state / "host", runtimes, images, admission, Door(), config, sharing=templates.sharing)
+    if origin is None:  # nodes are told the key with every move to this host
+        host.peer = Peer(name, "", secrets.token_hex(24))
     kept = KeptFootprints(state / LEARNED, admission, SystemClock())
     kept.start()  # first: starting the host measures what it takes up
     try:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from venusrl.clock import Clock
 from venusrl.sandboxes.admission.api import Admit, Deny
-from venusrl.sandboxes.host.api import Held
+from venusrl.sandboxes.host.api import Held, Moved
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.manager import asks, lifecycle, tokens
@@ -66,6 +66,8 @@ class Manager:
         self.counters: dict[str, int] = {}
         self.making: set[str] = set()
         """Those being created now, by this process."""
+        self.moving: set[str] = set()
+        """Those on their way to another host. Their host serves them for as long as they run there."""
         self.recovery = Recovery(self, replicas)
 
     # Create
@@ -283,8 +285,8 @@ class Manager:
         if isinstance(there, Deny):
             raise asks.denied(here)
         await self.make_room(there)
-        await origin.move(record.id, self.fleet.host(there.host))
-        self.moved(record, there.host)
+        how = await origin.move(record.id, self.fleet.host(there.host))
+        self.moved(record, there.host, how)
         self.book.passing(self.book.records[record.id], "resuming")
         return there.host
 
@@ -293,11 +295,13 @@ class Manager:
         await there.pause(record.id, memory=False)
         await there.resume(record.id)
 
-    def moved(self, record: Record, to: str) -> Record:
+    def moved(self, record: Record, to: str, how: Moved) -> Record:
         """It is on another host now, as running or as paused as before."""
         self.fleet.removed(record.host, record.id)
-        self.book.log(record.id, "info", f"sandbox moved from {record.host} to {to}")
+        fields = {"how": how.how, "outage_ms": f"{1000 * how.outage_s:.0f}", **({"why": how.why} if how.why else {})}
+        self.book.log(record.id, "info", f"sandbox moved from {record.host} to {to}", **fields)
         self.count("moved")
+        self.count(f"moved_{how.how}")
         return self.book.save(replace(record, host=to))
 
     # Pause, end, time

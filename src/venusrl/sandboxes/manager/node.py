@@ -22,9 +22,10 @@ import msgspec
 from aiohttp import web
 
 from venusrl.sandboxes.host import server
+from venusrl.sandboxes.host.api import Peer
 from venusrl.sandboxes.host.remote import RemoteHost
-from venusrl.sandboxes.host.wire import Peer
 from venusrl.sandboxes.manager import tokens
+from venusrl.sandboxes.manager.app import PEERS
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.origin import ServiceTemplates
@@ -58,11 +59,6 @@ class NodeConfig(msgspec.Struct, frozen=True):
 def connect(record: NodeRecord) -> RemoteHost:
     """How a manager speaks to a node that joined."""
     return RemoteHost(record.name, record.url, record.key)
-
-
-def connect_peer(peer: Peer) -> RemoteHost:
-    """How a node speaks to another one that a sandbox is to move to."""
-    return RemoteHost(peer.name, peer.url, peer.key)
 
 
 class Node:
@@ -131,9 +127,13 @@ class Node:
 
     # -- inside
 
+    def _connect_peer(self, peer: Peer) -> RemoteHost:
+        """How it speaks to another host that a sandbox is to move to."""
+        return RemoteHost(peer.name, peer.url or self.config.join.rstrip("/") + PEERS, peer.key)
+
     async def _listen(self, host: str, port: int) -> None:
         assert self._local is not None
-        self._runner = server.runner(server.application(self._local.host, self._key, connect_peer))
+        self._runner = server.runner(server.application(self._local.host, self._key, self._connect_peer))
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port).start()

@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from msgspec.structs import replace
 
-from venusrl.sandboxes.admission.api import Deny
 from venusrl.sandboxes.host.api import Held, HostStatus
-from venusrl.sandboxes.manager import asks, fencing, lifecycle
+from venusrl.sandboxes.manager import fencing, lifecycle
 from venusrl.sandboxes.manager.errors import NotFound
 from venusrl.sandboxes.manager.fleet import Node
 from venusrl.sandboxes.manager.manager import Manager
+from venusrl.sandboxes.manager.moving import Mover
 from venusrl.sandboxes.manager.records import Record
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone
 
@@ -45,11 +45,13 @@ class Reconciler:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._unknown: dict[tuple[str, str], float] = {}
+        self.mover = Mover(manager)
 
     async def run(self, *, starting: bool = False) -> None:
         """Once over all hosts that answer."""
         for name, node in list(self._manager.fleet.nodes.items()):
             if node.status is not None and not node.lost:
+                await self.mover.settle(name, node)
                 await self._compare(name, node, node.status, starting)
         if starting:
             self._never_answered()
@@ -211,7 +213,7 @@ class Reconciler:
         async def one(sandbox: str) -> None:
             async with room:
                 try:
-                    await self.move(sandbox, exclude=(name,))
+                    await self.mover.move(sandbox, exclude=(name,))
                     result.moved.append(sandbox)
                 except NotFound:
                     pass  # it ended by itself
@@ -226,26 +228,3 @@ class Reconciler:
         await self._manager.fleet.host(name).drain(False)
         self._manager.fleet.nodes[name].draining = False
         await self._manager.fleet.refresh(name)
-
-    async def move(self, sandbox: str, *, exclude: tuple[str, ...] = (), to: str = "") -> Record:
-        """To another host, ``to`` or where there is room. Raises Refused, SandboxError; it stays where it was then."""
-        manager = self._manager
-        async with manager.book.turn(sandbox) as record:
-            held = manager.fleet.held(record.host, sandbox)
-            private = held.footprint.total or None if held is not None else None
-            answer = manager.fleet.place(
-                asks.request(record, record.template, private),
-                only=(to,) if to else None,
-                exclude={record.host, *exclude},
-            )
-            if isinstance(answer, Deny):
-                raise asks.denied(answer)
-            origin, target = manager.fleet.host(record.host), manager.fleet.host(answer.host)
-            manager.book.passing(record, "moving")
-            try:
-                await origin.move(sandbox, target)
-            except BaseException:  # whatever it was: put back what was, and pass it on
-                if sandbox in manager.book.records:
-                    manager.book.save(record)
-                raise
-            return manager.moved(record, answer.host)

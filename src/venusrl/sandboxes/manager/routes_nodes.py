@@ -141,6 +141,7 @@ async def forget(request: web.Request) -> web.StreamResponse:
     if not node.lost and service.manager.book.on_host(name):
         raise Conflict(f"the node {name!r} has sandboxes: drain it first")
     service.upkeep.reconciler.abandon(name)
+    await service.upkeep.reconciler.mover.released(name)
     service.store.remove_node(name)
     service.fleet.remove(name)
     await node.host.close()
@@ -150,8 +151,9 @@ async def forget(request: web.Request) -> web.StreamResponse:
 async def move(request: web.Request) -> web.StreamResponse:
     check_admin(request)
     body = wire.decoded(await request.read(), Move, optional=True)
-    record = await request.app[SERVICE].upkeep.reconciler.move(request.match_info["sandbox"], to=body.to)
-    return json_answer({"node": record.host})
+    mover = request.app[SERVICE].upkeep.reconciler.mover
+    record, moved = await mover.move(request.match_info["sandbox"], to=body.to)
+    return json_answer({"node": record.host, **msgspec.to_builtins(moved)})
 
 
 async def kill_any(request: web.Request) -> web.StreamResponse:

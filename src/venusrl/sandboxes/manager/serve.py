@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from venusrl.clock import SystemClock
+from venusrl.sandboxes.host import server
 from venusrl.sandboxes.manager import app, keys, routes_nodes, tokens
 from venusrl.sandboxes.manager.asks import Settings
 from venusrl.sandboxes.manager.errors import ManagerError
@@ -153,12 +154,14 @@ class Server:
 
     async def _listen(self, host: str, port: int) -> None:
         config, service = self.config, self.service
+        peer = self.local.host.peer
         control = app.build(
             service,
             admin_key=self.admin_key,
             join_key=self.join_key,
             templates=self.local.templates,
             connect=self._connect,
+            peers=None if peer is None else server.for_peers(self.local.host, peer.key),
             with_traffic=not config.traffic,
         )
         port = await self._serve(Listener(control, service.gateway), host, port)

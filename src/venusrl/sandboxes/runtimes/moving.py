@@ -42,6 +42,10 @@ class Movable(Protocol):
         """Whether a sandbox with that passport can come here."""
         ...
 
+    def has_memory(self, instance: Instance) -> bool:
+        """Whether its processes are kept: not of one that was paused with its files only."""
+        ...
+
     async def lend(self, instance: Instance, streams: Streams) -> None:
         """Give the other side, which calls ``borrow``, what a snapshot of this sandbox leans on, if it lacks it."""
         ...

@@ -248,6 +248,9 @@ class MicroVmRuntime:
         _, _, qemu = self._ready()
         return Passport(qemu.version, BOARD, setup.processor() if kvm else "", memory)
 
+    def has_memory(self, instance: Instance) -> bool:
+        return _own(instance).has_memory
+
     async def lend(self, instance: Instance, streams: Streams) -> None:
         await carry.offer(Control(streams), _own(instance).made)
 
