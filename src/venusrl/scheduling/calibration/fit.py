@@ -6,8 +6,8 @@ A sample says: in so many seconds the engine made so many steps for one sequence
 so many tokens over so much context and so much was prefilled. The coefficients are those of ``EngineCosts`` and a fixed
 overhead a request (the network's, not handed on). They are never negative, and found by least squares of the relative
 error, where a sample that is far off (the machine was busy with something else) counts less. Only the newest samples
-count. What the samples cannot tell apart (a batch that is always the same) goes to the plainer coefficient: sums are
-right in the range that was seen.
+count. What the samples cannot tell apart (a batch that is always the same) is shared out evenly: sums are right in the
+range that was seen.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ import msgspec
 from venusrl.scheduling.costs import EngineCosts
 
 _KEPT = 384
-_REFIT_EVERY = 48
-_LEAST = 96
+_REFIT_EVERY = 32
+_LEAST = 64
 """Samples before which nothing is said."""
+_OFF = 1e3
+"""Relative errors beyond are all the same."""
 _FAR, _LEAST_FAR = 3.0, 0.05
 """Median errors (and the least relative error) at which a sample counts half."""
 _WORST_ERROR = 0.5
 """Median relative error above which the model does not describe the engine."""
 _ROUNDS, _SWEEPS = 5, 400
-_RIDGES = (1e-2, 1e-5, 3e-3, 1e-3, 1e-5, 3e-3)
-"""What breaks ties, of the order of the coefficients: where the batch never changes, a step's time is its base's, and a
-prompt's is that of its tokens."""
+_RIDGES = (6.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+_STIFF, _LEAST_STIFF = 8.0, 1e-5
+"""What breaks ties: a ridge in the order of the coefficients, as strong as the samples are noisy (times the squared
+relative error). An engine that is always full shows only the coefficients' sum, which then is shared out evenly between
+them, but for the overhead, which takes what nothing else explains."""
 _TOLD_APART = 0.15
 
 
@@ -102,10 +106,14 @@ class CostFit:
         """Weights follow from the last fit, the fit from the weights. They are relative to the predicted time: relative
         to the measured one, samples that the machine held up would count too little."""
         rows = [(sample.work, sample.seconds) for sample in self._samples]
-        found = self._coefficients or _solve(rows, [1 / seconds for _, seconds in rows])
+        measured = [seconds for _, seconds in rows]
+        found = self._coefficients or _solve(rows, [1 / seconds for seconds in measured], _LEAST_STIFF)
         for _ in range(_ROUNDS):
             predicted = [_dot(found, work) for work, _ in rows]
-            found = _solve(rows, _weights(predicted, [seconds for _, seconds in rows]))
+            expected = [p if p > 0 else m for p, m in zip(predicted, measured, strict=True)]
+            errors = [min(_OFF, abs(m - p) / e) for p, m, e in zip(predicted, measured, expected, strict=True)]
+            error = median(errors)
+            found = _solve(rows, _weights(expected, errors, error), max(_LEAST_STIFF, _STIFF * min(1.0, error) ** 2))
         self._coefficients = found
         self._error = median(abs(seconds - _dot(found, work)) / seconds for work, seconds in rows)
 
@@ -122,11 +130,9 @@ def differ(before: EngineCosts | None, after: EngineCosts, batch: int, kv_tokens
     return any(abs(old - new) > _TOLD_APART * max(old, new) for old, new in pairs)
 
 
-def _weights(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
-    """The inverse of the predicted time; less of it the further a sample is off (Cauchy's weights)."""
-    expected = [p if p > 0 else m for p, m in zip(predicted, measured, strict=True)]
-    errors = [abs(m - p) / e for p, m, e in zip(predicted, measured, expected, strict=True)]
-    far = max(_LEAST_FAR, _FAR * median(errors))
+def _weights(expected: Sequence[float], errors: Sequence[float], middle: float) -> list[float]:
+    """The inverse of the expected time; less of it the further a sample is off (Cauchy's weights)."""
+    far = max(_LEAST_FAR, _FAR * middle)
     return [1 / e / (1 + (error / far) ** 2) ** 0.5 for e, error in zip(expected, errors, strict=True)]
 
 
@@ -134,9 +140,9 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
-def _solve(rows: Sequence[tuple[Sequence[float], float]], weights: Sequence[float]) -> list[float]:
+def _solve(rows: Sequence[tuple[Sequence[float], float]], weights: Sequence[float], stiffness: float) -> list[float]:
     """Non-negative least squares of weighted rows, by coordinate descent on the normal equations. Columns are brought
-    to one scale first, so that the small ridges that break ties mean the same for all."""
+    to one scale first, so that the ridge means the same for all."""
     count = len(rows[0][0])
     weighted = [([value * w for value in work], seconds * w) for (work, seconds), w in zip(rows, weights, strict=True)]
     scale = [sum(work[k] ** 2 for work, _ in weighted) ** 0.5 or 1.0 for k in range(count)]
@@ -150,7 +156,7 @@ def _solve(rows: Sequence[tuple[Sequence[float], float]], weights: Sequence[floa
         moved = 0.0
         for k in range(count):
             pull = target[k] - _dot(matrix[k], found) + matrix[k][k] * found[k]
-            value = max(0.0, pull / (matrix[k][k] + _RIDGES[k]))
+            value = max(0.0, pull / (matrix[k][k] + stiffness * _RIDGES[k]))
             moved = max(moved, abs(value - found[k]))
             found[k] = value
         if moved <= 1e-9 * max(found):
