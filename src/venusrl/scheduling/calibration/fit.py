@@ -103,11 +103,12 @@ class CostFit:
         return (0.0, 0.0) if self._coefficients is None else (self._coefficients[4], self._coefficients[5])
 
     def _refit(self) -> None:
-        """Weights follow from the last fit, the fit from the weights. They are relative to the predicted time: relative
+        """Weights follow from the fit before, the fit from the weights, beginning anew each time: costs that changed
+        would make all new samples look far off. Weights are relative to the predicted time: relative
         to the measured one, samples that the machine held up would count too little."""
         rows = [(sample.work, sample.seconds) for sample in self._samples]
         measured = [seconds for _, seconds in rows]
-        found = self._coefficients or _solve(rows, [1 / seconds for seconds in measured], _LEAST_STIFF)
+        found = _solve(rows, [1 / seconds for seconds in measured], _LEAST_STIFF)
         for _ in range(_ROUNDS):
             predicted = [_dot(found, work) for work, _ in rows]
             expected = [p if p > 0 else m for p, m in zip(predicted, measured, strict=True)]
