@@ -22,7 +22,7 @@ from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable, SandboxError,
 from venusrl.sandboxes.runtimes.base import Spec
 from venusrl.sandboxes.runtimes.gvisor import bundle
 from venusrl.sandboxes.runtimes.namespace import archive, kernel
-from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
+from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups, SandboxGroup
 from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
 from venusrl.sandboxes.runtimes.namespace.orders import UPPER
 
@@ -161,7 +161,7 @@ class Place:
             cpus=limits.cpus,
             disk_mib=limits.disk_mib,
         )
-        PersistentGroup(self._node, self._sandbox, own)
+        SandboxGroup(self._node, self._sandbox, own, swap=True)
         groups = sorted({str(path / self._sandbox) for path in self._node.directories.values()})
         enter = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ >"$1/cgroup.procs" || exit 71; shift; n=$((n-1)); done'
         return ["/bin/sh", "-c", f'{enter}; exec "$@"', "sh", str(len(groups)), *groups, *command]

@@ -26,7 +26,7 @@ from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable, SandboxGone
 from venusrl.sandboxes.runtimes.microvm import machine
 from venusrl.sandboxes.runtimes.microvm.machine import Shape
 from venusrl.sandboxes.runtimes.microvm.qmp import QemuError, Qmp
-from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
+from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups, SandboxGroup
 from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
 
 UID_BASE = 0x6F00_0000
@@ -194,7 +194,7 @@ class Vm:
     def group(self) -> PersistentGroup | None:
         if self._site.groups is None or not self.path.exists():
             return None
-        return PersistentGroup(self._site.groups, self.record.directory, None)
+        return PersistentGroup(self._site.groups, self.record.directory)
 
     def kernel_memory(self) -> int:
         """Bytes that the kernel holds for its group. Blocking, cheap."""
@@ -330,7 +330,7 @@ def _group(site: Site, name: str, limits: Limits) -> list[str]:
     if site.groups is None:
         return []
     wider = Limits(memory_mib=limits.memory_mib + QEMU_MIB, pids=_QEMU_TASKS, cpus=limits.cpus)
-    PersistentGroup(site.groups, name, wider)
+    SandboxGroup(site.groups, name, wider, swap=True)
     entry = "tasks" if site.groups.version == 1 else "cgroup.procs"
     return [str(directory / name / entry) for directory in site.groups.directories.values()]
 
