@@ -46,6 +46,9 @@ class Process:
 class Pair:
     """The service and its node ``far``; the service's own host takes nothing. ``more``: arguments of ``serve``."""
 
+    of_nodes: tuple[str, ...] = ()
+    """Arguments of ``node``."""
+
     def __init__(self, state: Path, *more: str) -> None:
         self.state = state
         where = ["--state", str(state / "service"), "--listen", _FREE]
@@ -64,7 +67,7 @@ class Pair:
     def join(self, name: str = "far", folder: str = "node") -> Process:
         where = ["--state", str(self.state / folder), "--listen", _FREE]
         log = self.state / f"{folder}.log"
-        return Process(log, "node", "--join", self.url, "--key", self.key, "--name", name, *where)
+        return Process(log, "node", "--join", self.url, "--key", self.key, "--name", name, *where, *self.of_nodes)
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         admin = (self.state / "service" / "admin-key").read_text().strip()

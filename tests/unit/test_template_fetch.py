@@ -155,7 +155,8 @@ async def test_over_http_for_a_node_alone(tmp_path: Path) -> None:
             assert fetched.counters()["template_bytes_fetched"] > 0
             with pytest.raises(TemplateNotFound, match="no template 'other'"):
                 await fetched.resolve("other", "t")
-            for name, key in (("far", "x" * 32), ("near", "k" * 32)):
+            env.store.put_node(NodeRecord("local", "", "", 0.0, False))  # the service's own, which has no key
+            for name, key in (("far", "x" * 32), ("near", "k" * 32), ("local", "")):
                 stranger = await here(tmp_path / "stranger", ServiceTemplates(url, name, key))
                 with pytest.raises(RuntimeUnavailable, match="not the key of a node"):
                     await stranger.resolve("root", "t")

@@ -92,7 +92,7 @@ def _templates(request: web.Request) -> Templates:
     """For a node that proves to be one. Raises Forbidden, TemplateNotFound."""
     given = request.headers.get(KEY_HEADER, "")
     for record in request.app[SERVICE].store.nodes():
-        if record.name == request.match_info["node"] and tokens.same(given, record.key):
+        if record.key and record.name == request.match_info["node"] and tokens.same(given, record.key):
             break
     else:
         raise Forbidden(f"{KEY_HEADER} is not the key of a node of that name that joined")
