@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.integration import microvms
+from tests.integration import microvms, persistent
 from tests.integration.persistent import output
 from tests.unit.templates import archive, directory, entry, layout, symlink
 
@@ -18,8 +19,9 @@ from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable
 from venusrl.sandboxes.runtimes.base import Instance, Runtime, Spec
 from venusrl.sandboxes.runtimes.gvisor.runtime import GvisorRuntime
 from venusrl.sandboxes.runtimes.microvm.instance import MicroVm
-from venusrl.sandboxes.runtimes.namespace import pages
+from venusrl.sandboxes.runtimes.namespace import merging, pages
 from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
+from venusrl.sandboxes.templates.api import Image, Start
 from venusrl.sandboxes.templates.service import Templates
 from venusrl.sandboxes.templates.sharing import Share
 
@@ -123,3 +125,30 @@ async def test_the_memory_of_a_virtual_machine_s_template(tmp_path: Path, machin
         assert files[0] == files[1]
         assert not {*files[0]} & {*files[2]}
         assert [await microvms.sh(instance, "echo it runs") for instance in (one, two, other)] == ["it runs\n"] * 3
+
+
+MODULES = "asyncio, json, logging, ssl, sqlite3, unittest, http.client, urllib.request, argparse, zipfile, decimal"
+
+
+async def test_equal_memory_of_preloaded_processes_is_held_once(tmp_path: Path) -> None:
+    """Each sandbox runs the start command itself; what comes out the same is merged by the kernel."""
+    if (lacks := merging.why_not()) is not None:
+        pytest.skip(lacks)
+    command = f'exec python3 -c \'import {MODULES}, time; open("/tmp/ready", "w"); time.sleep(1000)\''
+    image = Image(id="host", name="host", start=Start(command, "cat /tmp/ready"))
+    async with persistent.running(tmp_path / "r") as runtime:
+        names = [f"s{number}" for number in range(4)]
+        specs = [msgspec.structs.replace(persistent.spec(name, image), merge=name != "s3") for name in names]
+        made = [await runtime.create(spec) for spec in specs]
+        merged, alone = made[:3], made[3]
+        deadline = asyncio.get_running_loop().time() + persistent.WAIT_S
+        while asyncio.get_running_loop().time() < deadline:
+            held = [(await each.footprint()).private for each in merged]
+            if sum(held) / 3 < (await alone.footprint()).private / 2:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            pytest.fail(f"merged: {held}, alone: {(await alone.footprint()).private}")
+        for each in made:  # nothing inside can join, or see what the others hold change
+            code = "import ctypes, mmap; m = mmap.mmap(-1, 4096); print(ctypes.CDLL(None).prctl(67, 1, 0, 0, 0))"
+            assert await persistent.output(each, f"python3 -c '{code}'") == "-1"

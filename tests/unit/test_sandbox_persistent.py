@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from venusrl.sandboxes.protocol import Limits, SandboxError
 from venusrl.sandboxes.runtimes.base import Footprint, Network
-from venusrl.sandboxes.runtimes.namespace import archive, egress, orders, pageout, pages, userns
+from venusrl.sandboxes.runtimes.namespace import archive, egress, merging, orders, pageout, pages, userns
 from venusrl.sandboxes.runtimes.namespace.egress import Egress, Link
 
 NAMES = st.sampled_from(["a", "b", "ü", "x y", "c.work", "-d"])
@@ -200,3 +200,13 @@ def test_orders_cross_whole() -> None:
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     assert orders.decode_order(frame[4:]) == order
     assert orders.decode_answer(orders.encode(orders.Made(1, 7))[4:]) == orders.Made(1, 7)
+
+
+def test_what_keeps_memory_from_being_merged(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert "Linux 6.7" in (merging.why_not(run, "6.8.0-cloud") or "")
+    run.write_text("0\n")
+    assert "echo 1 >" in (merging.why_not(run, "6.8.0-cloud") or "")
+    run.write_text("1\n")
+    assert merging.why_not(run, "6.8.0-cloud") is None
+    assert "Linux 6.7" in (merging.why_not(run, "6.1.0-57-cloud-amd64") or "")

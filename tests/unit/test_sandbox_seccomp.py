@@ -11,6 +11,7 @@ from venusrl.sandboxes.runtimes.namespace import seccomp
 
 ALLOW, KILL = 0x7FFF_0000, 0x8000_0000
 EPERM = 0x0005_0000 | errno.EPERM
+EINVAL = 0x0005_0000 | errno.EINVAL
 ENOSYS = 0x0005_0000 | errno.ENOSYS
 EAFNOSUPPORT = 0x0005_0000 | errno.EAFNOSUPPORT
 X86 = seccomp.X86_64
@@ -57,6 +58,12 @@ def test_no_number_is_listed_twice() -> None:
         (X86.socket, (10,), ALLOW),
         (X86.socket, (16,), ALLOW),
         (X86.socket, (40,), EAFNOSUPPORT),  # AF_VSOCK
+        (X86.prctl, (67, 1), EINVAL),  # PR_SET_MEMORY_MERGE
+        (X86.prctl, (38, 1), ALLOW),  # PR_SET_NO_NEW_PRIVS
+        (X86.madvise, (0, 4096, 12), EINVAL),  # MADV_MERGEABLE
+        (X86.madvise, (0, 4096, 4), ALLOW),  # MADV_DONTNEED
+        (440, (3, 0, 1, 12), EINVAL),  # process_madvise of oneself
+        (440, (3, 0, 1, 21), ALLOW),  # MADV_PAGEOUT
         (X86.socket, (38,), EAFNOSUPPORT),  # AF_ALG
         (X86.socket, (17,), EAFNOSUPPORT),  # AF_PACKET
         (X86.socket, ((1 << 32) | 40,), EAFNOSUPPORT),

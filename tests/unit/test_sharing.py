@@ -16,12 +16,12 @@ from venusrl.sandboxes.host.local import HostConfig, LocalHost
 from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.base import Spec
 from venusrl.sandboxes.templates import tree
-from venusrl.sandboxes.templates.api import Image
+from venusrl.sandboxes.templates.api import Image, Start
 from venusrl.sandboxes.templates.errors import BadTemplate
 from venusrl.sandboxes.templates.service import Templates
-from venusrl.sandboxes.templates.sharing import Share
+from venusrl.sandboxes.templates.sharing import Share, Sharing
 from venusrl.testing.agents import MemoryAgent
-from venusrl.testing.hosts import AdmitAll, PlainDoor
+from venusrl.testing.hosts import AdmitAll, FixedImages, PlainDoor
 from venusrl.testing.runtimes import FakeRuntime
 
 MIB = 1 << 20
@@ -171,7 +171,7 @@ async def test_a_host_makes_accounts_and_lets_go(tmp_path: Path) -> None:
     async def forget(image: str) -> None:
         forgotten.append(image)
 
-    runtime.forget = forget  # type: ignore[method-assign]
+    runtime.forget = forget  # type: ignore[method-assign,assignment]
     admission = AdmitAll()
     host = LocalHost(
         tmp_path / "host",
@@ -214,3 +214,32 @@ def test_admission_counts_a_copy_for_whoever_has_none() -> None:
     for pages, fits in (("", True), ("t-of-a", True), ("t-of-c", False)):
         answer = FootprintAdmission().place((host,), msgspec.structs.replace(request, pages=pages))
         assert isinstance(answer, Admit if fits else Deny), pages
+
+
+async def test_memory_is_merged_within_one_tenant_at_a_time(tmp_path: Path) -> None:
+    runtime = FakeRuntime(lambda _: MemoryAgent(), world=tmp_path / "world")
+    images = FixedImages(Image("img-1", "started", start=Start("python3")), Image("img-2", "plain"))
+
+    async def host(share: Share) -> LocalHost:
+        parts = (tmp_path / "host", {"fake": runtime}, images, AdmitAll(), PlainDoor(), HostConfig(guard_s=0.01))
+        made = LocalHost(*parts, sharing=Sharing(share))
+        await made.start()
+        return made
+
+    async def merges(host: LocalHost, sandbox: str, tenant: str, template: str = "started") -> bool:
+        await host.create(Order(id=sandbox, template=template, runtime="fake", tenant=tenant))
+        return runtime.instances[sandbox].spec.merge
+
+    first = await host("all")
+    assert [await merges(first, "a1", "a"), await merges(first, "a2", "a", "plain")] == [True, False]
+    await first.close()
+    again = await host("all")
+    again._pages._sharing.share = "tenant"  # what was made before the restart merges still
+    with pytest.raises(BadTemplate):  # no layers to keep apart: the images of this test have none
+        await merges(again, "b1", "b")
+    assert again._pages._sharing.may_merge("b", again._pages._merging.values()) is False
+    assert again._pages._sharing.may_merge("a", again._pages._merging.values()) is True
+    await again.kill("a1")
+    assert again._pages._sharing.may_merge("b", again._pages._merging.values()) is True
+    await again.close()
+    assert Sharing("none").may_merge("a", []) is False

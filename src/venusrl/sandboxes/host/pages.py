@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import msgspec
+
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.cells import Cells
 from venusrl.sandboxes.host.errors import within
@@ -25,9 +27,7 @@ from venusrl.sandboxes.templates.sharing import Sharing
 class Pages:
     """``shared``: template to resident bytes, all copies together; ``copies``: template to the ids of its copies."""
 
-    def __init__(
-        self, sharing: Sharing, cells: Cells, runtimes: Mapping[str, Runtime], background: Background
-    ) -> None:
+    def __init__(self, sharing: Sharing, cells: Cells, runtimes: Mapping[str, Runtime], background: Background) -> None:
         self.shared: dict[str, int] = {}
         self.copies: dict[str, tuple[str, ...]] = {}
         self._sharing = sharing
@@ -35,6 +35,7 @@ class Pages:
         self._runtimes = runtimes
         self._background = background
         self._prepared: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._merging: dict[str, str] = {}
 
     def asked(self, image: Image, runtime: str, tenant: str, sandbox: str) -> str:
         """The id of the pages that a sandbox would share. Raises BadTemplate for what cannot be kept apart."""
@@ -44,6 +45,7 @@ class Pages:
 
     async def ready(self, runtime: Runtime, spec: Spec) -> Spec:
         """The sandbox, of pages that it may share, with what is derived from them made."""
+        spec = msgspec.structs.replace(spec, merge=self._merges(spec))
         seconds = self._cells.time_limits.prepare
         async with within(seconds, "prepare", f"layers of sandbox {spec.id}"):
             spec = await self._sharing.made_of(spec)
@@ -81,11 +83,21 @@ class Pages:
                 shared[template] = shared.get(template, 0) + await runtime.shared(pages)
         self.shared, self.copies = shared, {template: tuple(found) for template, found in copies.items()}
 
+    def _merges(self, spec: Spec) -> bool:
+        """Whether what its start command leaves in memory is merged with its like. Nothing may be awaited within."""
+        if spec.image.start is None or not self._sharing.may_merge(spec.tenant, self._merging.values()):
+            return False
+        self._merging[spec.id] = spec.tenant
+        return True
+
     async def sweep(self) -> None:
-        """After a restart: remove what was made for sandboxes that are here no more."""
+        """After a restart: know who merges; remove what was made for sandboxes that are here no more."""
+        specs = [cell.instance.spec for cell in self._cells if cell.instance is not None]
+        self._merging = {spec.id: spec.tenant for spec in specs if spec.merge}
         await self._sharing.sweep(cell.id for cell in self._cells)
 
     def ended(self, sandbox: str) -> None:
+        self._merging.pop(sandbox, None)
         if self._sharing.share == "none":
             self._background.operation(f"let go of the pages of {sandbox}", self._let_go(sandbox))
 

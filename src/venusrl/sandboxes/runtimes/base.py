@@ -35,7 +35,8 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One sandbox to make. ``tenant`` matters where pages are shared per tenant."""
+    """One sandbox to make. ``tenant`` matters where pages are shared per tenant. ``merge``: its own memory may be
+    merged, page by page, with equal memory of others for which the same is said."""
 
     id: str
     image: Image
@@ -43,6 +44,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network: Network = Network()
     env: dict[str, str] = {}
     tenant: str = ""
+    merge: bool = False
 
 
 class Footprint(msgspec.Struct, frozen=True):

@@ -60,6 +60,11 @@ class Sharing:
                 f'use "base", or have the service started with --share all (it is {self.share})'
             )
 
+    def may_merge(self, tenant: str, others: Iterable[str]) -> bool:
+        """Whether a sandbox's own memory may be merged with that of the ones that merge here, of the tenants
+        ``others``. The kernel merges whatever may be merged, on the whole machine: with "tenant" it is one tenant's."""
+        return self.share == "all" or (self.share == "tenant" and all(other == tenant for other in others))
+
     async def made_of(self, spec: Spec) -> Spec:
         """The same sandbox, of pages that it may have. Raises SandboxError, HostDiskFull."""
         domain = self._domain(spec.tenant, spec.id)

@@ -77,7 +77,8 @@ def arguments(qemu: str, shape: Shape, files: Files, boot: tuple[str, str] | Non
         *(qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-S", "-name", "venusrl"),
         *(
             "-machine",
-            f"{BOARD},memory-backend={MEMORY_BLOCK},usb=off,sata=off,smbus=off,hpet=off,vmport=off,graphics=off",
+            f"{BOARD},memory-backend={MEMORY_BLOCK},usb=off,sata=off,smbus=off,hpet=off,vmport=off,graphics=off"
+            ",mem-merge=off",  # whoever may share pages shares the template's
         ),
         *(
             "-accel",

@@ -25,6 +25,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/personality.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -40,7 +41,7 @@ enum { LISTENER = 3, AGENT = 4, BACKLOG = 16, LAST_CAPABILITY = 40 };
 enum op {
     MAKE_FOLDER = 1, WRITE_FILE, LINK, CHANGE, FOLDER_IN_ROOT, WRITE_IN_ROOT, MOUNT, CLONE_TREE, UNSHARE, SETNS,
     LISTEN, HOSTNAME, LOOPBACK, GO_TO, CHANGE_ROOT, LIMIT, BECOME, KEYRING, CAPABILITIES, FILTER, DESCRIPTORS, START,
-    WAIT,
+    WAIT, MERGE,
 };
 static const uint64_t none = ~(uint64_t)0;
 
@@ -268,6 +269,7 @@ static int perform(const struct step *s)
     case DESCRIPTORS: return descriptors(s);
     case START: return start(s);
     case WAIT: return wait_for(s);
+    case MERGE: return personality(ADDR_NO_RANDOMIZE) < 0 ? -1 : prctl(67 /* PR_SET_MEMORY_MERGE */, 1, 0, 0, 0);
     }
     errno = ENOSYS;
     return -1;

@@ -125,6 +125,8 @@ def plan(order: Make, tools: Tools, userns: int | None, lacks: Furniture, go: in
         _host(made, order, userns if tools.idmapped else None)
     _devices(made, order)
     made.add(steps.hostname(order.sandbox[:63]), tools.root)
+    if order.merge:
+        made.add(steps.merge())
     made.add(*_limits(order, grouped=tools.groups is not None), *_become(order, userns), tools.last)
     return made
 

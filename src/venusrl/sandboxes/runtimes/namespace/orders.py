@@ -53,6 +53,8 @@ class Make(msgspec.Struct, frozen=True, tag=True):
     archive: str | None
     boot_id: str = ""
     """What the sandbox takes for its kernel's; "" = a new one."""
+    merge: bool = False
+    """Whether its memory may be merged with that of others that may."""
 
 
 Order = Prepare | Make

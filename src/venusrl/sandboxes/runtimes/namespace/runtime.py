@@ -28,7 +28,7 @@ from venusrl.sandboxes.agent import build, client
 from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec
 from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, SandboxGone
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
-from venusrl.sandboxes.runtimes.namespace import groups, kernel, orders, pageout, pages, userns
+from venusrl.sandboxes.runtimes.namespace import groups, kernel, merging, orders, pageout, pages, userns
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.runtimes.namespace.forge import SOCKETS, STAGE
@@ -189,7 +189,8 @@ class NamespaceRuntime:
         archive = None if files is None else str(files)
 
         def order(number: int) -> orders.Order:
-            return orders.Make(number, spec.id, layers, spec.limits, base, count, spec.image.user, archive, boot_id)
+            user, merge = spec.image.user, spec.merge and merging.why_not() is None
+            return orders.Make(number, spec.id, layers, spec.limits, base, count, user, archive, boot_id, merge)
 
         work = asyncio.create_task(link.ask(order), name=f"making sandbox {spec.id}")
         try:
@@ -272,7 +273,7 @@ class NamespaceRuntime:
         try:
             await instance.launch(files)
             if files is None and spec.image.start is not None:
-                await preload(instance.agent, spec.image)
+                await preload(instance.agent, spec.image, merge=spec.merge and merging.why_not() is None)
         except BaseException:  # whatever it was, cancelled included, leaves nothing behind
             await instance.kill()
             raise
@@ -334,6 +335,9 @@ class NamespaceRuntime:
         }
         if self.egress.lacks is not None:
             lacks["egress"] = self.egress.lacks
+        why_not = merging.why_not()
+        if why_not is not None:
+            lacks["merge"] = why_not
         if not pageout.has_swap():
             lacks["page_out"] = "without swap a frozen sandbox keeps its memory: add a zram device or a swap file"
         if self._pool is None:
@@ -363,12 +367,14 @@ def _plain(image: str) -> str:
     return hashlib.sha256(image.encode()).hexdigest()[:16]
 
 
-async def preload(agent: Agent, image: Image) -> None:
-    """Run a template's start command and wait until it is ready. Raises SandboxError."""
+async def preload(agent: Agent, image: Image, *, merge: bool) -> None:
+    """Run a template's start command and wait until it is ready; with ``merge`` so that it comes out the same in each
+    sandbox, as far as Python's interpreter is to blame. Raises SandboxError."""
     assert image.start is not None
+    env = {"PYTHONHASHSEED": "0"} if merge else {}
     shell = ("/bin/sh", "-c")
     cwd = image.workdir
-    started = await agent.start(ProcessSpec((*shell, image.start.command), image.user, cwd=cwd, tag="start"))
+    started = await agent.start(ProcessSpec((*shell, image.start.command), image.user, env, cwd, tag="start"))
     await started.detach()
     if not image.start.ready:
         return

@@ -51,6 +51,8 @@ class Arch(msgspec.Struct, frozen=True):
     socketpair: int
     clone: int
     ioctl: int
+    madvise: int
+    prctl: int
     denied: dict[str, int]
 
 
@@ -82,6 +84,8 @@ X86_64 = Arch(
     socketpair=53,
     clone=56,
     ioctl=16,
+    madvise=28,
+    prctl=157,
     denied={
         **_COMMON,
         "ptrace": 101,
@@ -141,6 +145,8 @@ AARCH64 = Arch(
     socketpair=199,
     clone=220,
     ioctl=29,
+    madvise=233,
+    prctl=167,
     denied={
         **_COMMON,
         "lookup_dcookie": 18,
@@ -187,6 +193,7 @@ AARCH64 = Arch(
 )
 
 ARCHES = {arch.name: arch for arch in (X86_64, AARCH64)}
+_PR_SET_MEMORY_MERGE, _MADV_MERGEABLE, _PROCESS_MADVISE = 67, 12, 440
 _ALLOWED_PERSONALITY = (0, 0x0004_0000, 0xFFFF_FFFF)
 """The default, ADDR_NO_RANDOMIZE (debuggers, sanitizers) and the query."""
 
@@ -210,6 +217,10 @@ def instructions(arch: Arch) -> list[tuple[int, int, int, int]]:
             out += [(_JEQ, 0, 1, number), _fail(errno.EPERM)]
     out += _only(arch.socket, 0, _SOCKET_FAMILIES, errno.EAFNOSUPPORT)
     out += _only(arch.socketpair, 0, _SOCKET_FAMILIES, errno.EAFNOSUPPORT)
+    # Merging memory is the host's to allow: by the time a write takes, one learns what others hold.
+    out += _but(arch.prctl, 0, _PR_SET_MEMORY_MERGE, errno.EINVAL)
+    out += _but(arch.madvise, 2, _MADV_MERGEABLE, errno.EINVAL)
+    out += _but(_PROCESS_MADVISE, 3, _MADV_MERGEABLE, errno.EINVAL)
     out += [(_JEQ, 0, 4, arch.clone), _load(_argument(0)), (_JSET, 0, 1, _CLONE_NEW), _fail(errno.EPERM)]
     out += [_ret(_RET_ALLOW)]
     out += [(_JEQ, 0, 4, arch.ioctl), _load(_argument(1)), (_JEQ, 1, 0, _TIOCSTI), (_JEQ, 0, 1, _TIOCLINUX)]
@@ -222,6 +233,17 @@ def _only(number: int, argument: int, allowed: tuple[int, ...], error: int) -> l
     out += [(_JEQ, len(allowed) - i, 0, value) for i, value in enumerate(allowed)]
     out += [_fail(error), _ret(_RET_ALLOW)]
     return [(_JEQ, 0, len(out), number), *out]
+
+
+def _but(number: int, argument: int, refused: int, error: int) -> list[tuple[int, int, int, int]]:
+    """Call ``number`` passes unless its argument is ``refused``; decides the call either way."""
+    return [
+        (_JEQ, 0, 4, number),
+        _load(_argument(argument)),
+        (_JEQ, 0, 1, refused),
+        _fail(error),
+        _ret(_RET_ALLOW),
+    ]
 
 
 def _argument(index: int) -> int:

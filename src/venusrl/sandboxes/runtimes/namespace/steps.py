@@ -180,6 +180,12 @@ def wait(go: int) -> bytes:
     return _step(23, a=go)
 
 
+def merge() -> bytes:
+    """From here on, and in whatever it starts, its memory may be merged with equal memory of others that do the same;
+    places of memory are not random, so that equal programs have equal pages."""
+    return _step(24)
+
+
 def start(arguments: tuple[str, ...]) -> bytes:
     """Become the agent. The last step."""
     return _step(22, *arguments)
