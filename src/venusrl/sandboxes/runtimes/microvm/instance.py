@@ -110,7 +110,7 @@ class MicroVm:
             await self._hang_up()
             raise
         self._kept = "running"
-        self._watch = asyncio.create_task(self._await_end(vm), name=f"end of sandbox {self._spec.id}")
+        self._watch_end(vm)
 
     async def take_up(self) -> None:
         """Go on with a machine that ran all the while; one that was given away stays stopped until ``stay``."""
@@ -119,7 +119,7 @@ class MicroVm:
             await vm.give_up_moving()
             self._agent = self._door(vm)
             await vm.qmp.ask("cont")
-        self._watch = asyncio.create_task(self._await_end(vm), name=f"end of sandbox {self._spec.id}")
+        self._watch_end(vm)
 
     def _door(self, vm: Vm) -> IdleAgent:
         async def wake() -> None:
@@ -150,6 +150,16 @@ class MicroVm:
             )
         )
 
+    def _watch_end(self, vm: Vm) -> None:
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._await_end(vm), name=f"end of sandbox {self._spec.id}")
+
+    async def _watch_no_more(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
     async def _await_end(self, vm: Vm) -> None:
         cause = await vm.ended()
         if not self._killed and self.vm is vm and not self._dead.done():
@@ -167,9 +177,7 @@ class MicroVm:
 
     async def _end_vm(self) -> None:
         """End the machine without its end being a death."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._watch_no_more()
         vm, self.vm = self.vm, None
         if vm is not None:
             await vm.kill()
@@ -187,10 +195,12 @@ class MicroVm:
             await vm.qmp.ask("stop")
             if memory:
                 await state.save_memory(vm, self.made, self._maker.filter_program, self._store / state.MEMORY)
+            await self._watch_no_more()  # its end is no death
             await vm.quit()
             await asyncio.to_thread(vm.overlay.rename, self._store / state.OVERLAY)
         except BaseException:  # whatever it is, cancellation too: raised again below
             await asyncio.to_thread(shutil.rmtree, self._store, True)
+            self._watch_end(vm)
             if vm.alive:
                 self._agent = self._door(vm)
                 with contextlib.suppress(SandboxError):
@@ -303,9 +313,7 @@ class MicroVm:
     async def let_go(self) -> None:
         """Close what this process holds of it; the sandbox goes on."""
         await self._hang_up()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._watch_no_more()
         if self.vm is not None:
             await self.vm.let_go()
 

@@ -1,0 +1,141 @@
+"""``venusrl env move``: a running virtual machine goes from a node to the service's own host and back, as processes
+that share no directory, over TCP, by the command that a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.integration.microvms import guest_kernel, tiny_root
+from tests.integration.test_env_node import COMMAND, Pair
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="virtual machines are confined as root does: run as root")
+e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
+RUNTIME = ("--runtime", "microvm")
+
+
+class Machines(Pair):
+    """Both run virtual machines."""
+
+    of_nodes = RUNTIME
+
+
+LOAD = (
+    "mkdir /m; mount -t tmpfs none /m; dd if=/dev/urandom of=/m/x bs=1M count=16 2>/dev/null; "
+    "dd if=/dev/urandom of=/root/y bs=1M count=4 2>/dev/null; md5sum /m/x /root/y"
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    state = tmp_path_factory.mktemp("live")
+    kernel = guest_kernel() / "kernel"
+    for side in ("service", "node"):
+        shutil.copytree(kernel, state / side / "runtimes" / "microvm" / "kernel")
+    root = tiny_root(state / "root")
+    (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh -c "$3"\n')  # called as bash -l -c COMMAND
+    (root / "bin" / "bash").chmod(0o755)
+    build = [*COMMAND, "template", "build", str(root), "tiny", "--state", str(state / "service")]
+    subprocess.run(build, check=True, timeout=120, capture_output=True)
+    pair = Machines(state, *RUNTIME)
+    try:
+        yield pair
+    finally:
+        for sandbox in pair.sandboxes():
+            pair.ask("DELETE", f"/admin/sandboxes/{sandbox}")
+        pair.node.end()
+        pair.service.end()
+
+
+@pytest.fixture
+def sandbox(pair: Pair) -> Iterator[Any]:
+    """One on the node ``far``; the service's own host takes what is moved there."""
+    pair.ask("POST", "/nodes/local", {"status": "draining"})
+    made = e2b.Sandbox.create("tiny", timeout=600, request_timeout=240, **pair.options)
+    assert pair.sandboxes()[made.sandbox_id] == "far"
+    pair.ask("POST", "/nodes/local", {"status": "ready"})
+    yield made
+    made.kill()
+
+
+def move(pair: Pair, sandbox: str, node: str) -> dict[str, Any]:
+    command = [*COMMAND, "move", sandbox, node, "--json", "--state", str(pair.state / "service")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+class Asking:
+    """Somebody who asks the sandbox all the while; whatever goes wrong is kept."""
+
+    def __init__(self, sandbox: Any) -> None:
+        self._sandbox = sandbox
+        self._over = threading.Event()
+        self.answers = 0
+        self.failures: list[Exception] = []
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.02):
+            try:
+                assert self._sandbox.files.read("/root/kept", user="root") == "kept"
+            except Exception as error:  # noqa: BLE001 - told to the test
+                self.failures.append(error)
+            self.answers += 1
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def test_it_runs_on_over_there_and_back(pair: Pair, sandbox: Any) -> None:
+    before = sandbox.commands.run(LOAD, user="root").stdout
+    sandbox.files.write("/root/kept", "kept", user="root")
+    going = "i=0; while true; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
+    sandbox.commands.run(f"({going}) >/dev/null 2>&1 & echo $! > /root/pid", user="root")
+    for node in ("local", "far", "local"):
+        with Asking(sandbox) as asking:
+            told = move(pair, sandbox.sandbox_id, node)
+        assert (told["node"], told["how"], told["why"]) == (node, "live", "")
+        assert told["outage_s"] > 0
+        assert asking.failures == []
+        assert asking.answers > 0
+        assert pair.sandboxes()[sandbox.sandbox_id] == node
+        assert sandbox.commands.run("md5sum /m/x /root/y; kill -0 $(cat /root/pid)", user="root").stdout == before
+        first, last = sandbox.commands.run(
+            "tail -n1 /root/count; sleep 1; tail -n1 /root/count", user="root"
+        ).stdout.split()
+        assert int(last) > int(first)
+        lines, newest = sandbox.commands.run("wc -l < /root/count; tail -n1 /root/count", user="root").stdout.split()
+        assert abs(int(newest) - int(lines)) <= 1  # no line was lost or written twice
+    owners = [path.read_text() for path in (pair.state / "node" / "runtimes" / "microvm" / "vms").glob("*/owner")]
+    assert sandbox.sandbox_id not in owners  # nothing of it is left where it was
+
+
+def test_a_paused_one_moves_with_its_memory(pair: Pair, sandbox: Any) -> None:
+    sandbox.commands.run("sleep 1000 & echo $! > /root/pid", user="root")
+    sandbox.pause()
+    told = move(pair, sandbox.sandbox_id, "local")
+    assert (told["how"], told["why"]) == ("snapshot", "it is paused")
+    assert pair.sandboxes()[sandbox.sandbox_id] == "local"
+    sandbox.connect(timeout=300)
+    assert sandbox.commands.run("kill -0 $(cat /root/pid)", user="root").exit_code == 0
+
+
+def test_a_node_that_is_not_there_is_named(pair: Pair, sandbox: Any) -> None:
+    command = [*COMMAND, "move", sandbox.sandbox_id, "nowhere", "--state", str(pair.state / "service")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "node" in done.stderr
+    assert pair.sandboxes()[sandbox.sandbox_id] == "far"
