@@ -121,7 +121,7 @@ async def test_a_terminal_has_a_size_echoes_and_can_be_resized(inside: Guest) ->
 
 
 async def test_a_terminal_is_the_controlling_one(inside: Guest) -> None:
-    process = await inside.client.start(shell("echo ready; cat", pty=Size(80, 24)))
+    process = await inside.client.start(shell("echo ready; exec cat", pty=Size(80, 24)))
     events = process.events()
     await anext(events)
     await process.send(b"\x03")
@@ -218,6 +218,27 @@ async def test_a_detached_process_goes_on_and_its_output_is_dropped(inside: Gues
     assert ended.stdout.endswith(b"now\n")
     assert len(ended.stdout) < 200_000
     assert (await all_of(await inside.client.attach(pid))).exit == Exit(9)
+
+
+async def test_whoever_closes_stdin_and_leaves_has_closed_it(inside: Guest) -> None:
+    for _ in range(20):
+        process = await inside.client.start(shell("cat; exit 3", stdin=True))
+        await process.detach()
+        alone = await inside.client.attach(process.pid, output=False)
+        await alone.close_stdin()
+        await alone.detach()
+        ended = await asyncio.wait_for(all_of(await inside.client.attach(process.pid)), 20.0)
+        assert ended.exit == Exit(3)
+
+
+async def test_an_input_that_was_closed_is_closed_for_whoever_attaches_later(inside: Guest) -> None:
+    process = await inside.client.start(shell("sleep 1000", stdin=True))
+    await process.close_stdin()
+    await process.detach()
+    again = await inside.client.attach(process.pid)
+    with pytest.raises(AgentError, match="no input any more"):
+        await asyncio.wait_for(again.send(b"late"), 20.0)
+    await again.signal(9)
 
 
 async def test_a_dropped_handle_is_a_detached_one(inside: Guest) -> None:

@@ -98,10 +98,13 @@ class Followed:
         if not taken:
             raise AgentError("failed_precondition", f"process {self.pid} takes no input any more")
 
-    def close_stdin(self) -> None:
+    async def close_stdin(self) -> None:
+        """Waits until the agent has it: whoever lets go next would take it back."""
         if not self.spec.stdin or self.spec.pty is not None:
             raise AgentError("failed_precondition", f"process {self.pid} has no stdin that could be closed")
-        self._channel.write_end()
+        async with self._sending:
+            self._channel.write_end()
+            await self._channel.settled()
 
     def _on_change(self) -> None:
         channel = self._channel
@@ -170,7 +173,7 @@ class Handle:
         await self._process.send(data)
 
     async def close_stdin(self) -> None:
-        self._process.close_stdin()
+        await self._process.close_stdin()
 
     async def signal(self, number: int) -> None:
         await self._ask(wire.SIGNAL, wire.u32(self.pid), wire.u32(_checked(number)))

@@ -373,7 +373,7 @@ void process_attach(struct stream *s, struct reader *r)
     if (before->out.len > skip)
         buf_add(&s->out, buf_data(&before->out) + skip, before->out.len - skip);
     s->out_fin = before->out_fin;
-    if (before->in_stopped)
+    if (before->in_stopped || before->sink.fd < 0) /* an earlier host may have closed it */
         stream_stop_input(s);
     link_reset(before->id);
     move_ends(before, s);
