@@ -100,3 +100,32 @@ def test_a_failed_run_is_named_and_fails_the_command(simulate: Simulate) -> None
     assert left.code == 1
     assert "some runs failed" in left.err
     assert "RequestTooLarge" in Path("out/report.md").read_text()
+
+
+def test_the_cases_of_validation_are_chosen_by_name(simulate: Simulate) -> None:
+    done = simulate("validation", "--case", "order", "--out", "out", "--json", "-")
+    assert done.code == 0, done.err
+    assert {check["case"] for check in json.loads(done.out)} == {"order"}
+    assert "largest / smallest" in Path("out/report.md").read_text()
+    unknown = simulate("validation", "--case", "nothing")
+    assert (unknown.code, "embedded" in unknown.err) == (1, True)
+    elsewhere = simulate(*DEMO, "--case", "order")
+    assert (elsewhere.code, "simulate validation --case" in elsewhere.err) == (1, True)
+
+
+def test_a_run_that_says_nothing_of_its_engine_is_not_compared(simulate: Simulate) -> None:
+    folder = Path("out/run")
+    folder.mkdir(parents=True)
+    lines = [
+        {"t": 1.0, "kind": "run_started", "resumed": False, "version": 0},
+        {"t": 2.0, "kind": "worker_up", "worker": "worker-0"},
+        {"t": 3.0, "kind": "run_finished", "reason": "stopped"},
+    ]
+    events = folder / "events.jsonl"
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    interrupted = simulate("validation", "--case", "embedded", "--out", "out")
+    assert (interrupted.code, "interrupted" in interrupted.err) == (1, True)
+    lines[-1]["reason"] = "finished"
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    short = simulate("validation", "--case", "embedded", "--out", "out")
+    assert (short.code, "too short" in short.err) == (1, True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -36,6 +37,19 @@ def stderr() -> Console:
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def write_json(value: Any, file: Path | None) -> None:
+    """Into ``file``; ``-`` is stdout, None nowhere. Raises CommandError."""
+    if file is None:
+        return
+    if file == Path("-"):
+        print_json(value)
+        return
+    try:
+        file.write_text(json.dumps(value, indent=2) + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {file}: {error.strerror}") from error
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:

@@ -9,7 +9,6 @@ that is not there was not measured.
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -20,14 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from venusrl.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, CommandError, print_json, stderr, stdout, table, warn
+from venusrl.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, CommandError, stderr, stdout, table, warn, write_json
+from venusrl.cli.validation import validation
 
 if TYPE_CHECKING:
     from venusrl.simulation.scenario import Workload
     from venusrl.simulation.suites.analysis import Analysis
     from venusrl.simulation.suites.cells import Suite
     from venusrl.simulation.suites.runner import Progress
-    from venusrl.simulation.validation import Check
 
 ROOT = Path("runs") / "simulations"
 REPORT_FILE, JSON_FILE = "report.md", "summary.json"
@@ -58,6 +57,12 @@ def simulate(
     model: Annotated[str, typer.Option(help="For a recipe: whose costs engines and trainer have.")] = "qwen3-4b",
     gpu: Annotated[str, typer.Option(help="For a recipe: h100 or h200.")] = "h100",
     steps: Annotated[int, typer.Option(min=1, help="For a recipe: optimizer steps to simulate.")] = 8,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case", help="For validation: only these; embedded trains the demo for some steps and is asked for."
+        ),
+    ] = None,
 ) -> None:
     """Simulate scheduling policies: the real scheduler, modelled engines, trainer, tools and sandboxes.
 
@@ -72,10 +77,16 @@ def simulate(
     $ venusrl simulate demo --workload replay:runs/demo
 
     $ venusrl simulate validation
+
+    $ venusrl simulate validation --case embedded
     """
     if what == "validation":
-        _validation(out or ROOT / what, json_file)
+        validation(out or ROOT / what, json_file, case or [])
         return
+    if case:
+        raise CommandError(
+            "--case chooses among the cases of the suite validation: venusrl simulate validation --case ..."
+        )
     suite = _suite(what, policy or [], seeds, quick, workload, model, gpu, steps)
     for name, package in suite.left_out.items():
         warn(f"policy {name} is left out: it needs {package}, which is not installed")
@@ -83,7 +94,7 @@ def simulate(
     analysis = _carry_out(suite, folder, quick=quick, jobs=jobs, resume=resume)
     written = _write(suite, analysis, folder)
     _show(analysis, folder, written, to_stderr=json_file == Path("-"))
-    _write_json(_as_json(suite, analysis), json_file)
+    write_json(_as_json(suite, analysis), json_file)
     if any(entry.errors for cell in analysis.cells for entry in cell.entries.values()):
         stderr().print("some runs failed; the report names them", style="yellow")
         raise typer.Exit(EXIT_FAILED)
@@ -181,7 +192,7 @@ def _write(suite: Suite, analysis: Analysis, folder: Path) -> list[str]:
     command = shlex.join(["venusrl", *sys.argv[1:]])
     figures = draw(analysis, folder)
     (folder / REPORT_FILE).write_text(report(suite, analysis, command, figures))
-    _write_json(_as_json(suite, analysis), folder / JSON_FILE)
+    write_json(_as_json(suite, analysis), folder / JSON_FILE)
     return [REPORT_FILE, JSON_FILE, *figures]
 
 
@@ -203,42 +214,3 @@ def _as_json(suite: Suite, analysis: Analysis) -> dict[str, Any]:
         del cell["traces"]
     plain |= {"about": suite.about, "seeds": suite.seeds, "goals": msgspec.to_builtins(goals(analysis))}
     return plain
-
-
-def _write_json(value: Any, file: Path | None) -> None:
-    if file is None:
-        return
-    if file == Path("-"):
-        print_json(value)
-        return
-    try:
-        file.write_text(json.dumps(value, indent=2) + "\n")
-    except OSError as error:
-        raise CommandError(f"cannot write {file}: {error.strerror}") from error
-
-
-# --- validation ---------------------------------------------------------------------------------------------
-def _validation(folder: Path, json_file: Path | None) -> None:
-    import msgspec
-
-    from venusrl.simulation.suites.tables import table as markdown
-    from venusrl.simulation.validation import CASES, validate
-
-    checks: list[Check] = []
-    for name in CASES:
-        stderr().print(f"simulating {name}", markup=False)
-        checks += validate(cases=(name,))
-    columns = ("case", "figure", "published", "simulated", "band", "verdict", "source")
-    lines = [
-        [c.case, c.figure, c.published, f"{c.simulated:.3g}", f"{c.low:g}..{c.high:g}", c.verdict, c.source]
-        for c in checks
-    ]
-    gaps = [f"- {c.case}, {c.figure}: {c.known_gap}" for c in checks if not c.holds and c.known_gap]
-    folder.mkdir(parents=True, exist_ok=True)
-    text = ["# Published measurements against the simulator", markdown(columns, lines), "\n".join(gaps)]
-    (folder / REPORT_FILE).write_text("\n\n".join(part for part in text if part) + "\n")
-    (stderr() if json_file == Path("-") else stdout()).print(table(columns, lines, right=("simulated",)))
-    _write_json([msgspec.to_builtins(c) | {"verdict": c.verdict} for c in checks], json_file)
-    failed = [c for c in checks if c.verdict == "FAILS"]
-    if failed:
-        raise CommandError(f"{len(failed)} of {len(checks)} published figures are not reproduced, and not known why")

@@ -144,6 +144,9 @@ class TurnDispatched(_Event, frozen=True):
 
 
 class TokensGenerated(_Event, frozen=True):
+    """A running turn got ``count`` tokens more. Only where ``Policy.tokens_every_s`` asks for it and engines say so
+    before a turn ends: modelled ones do, those behind the HTTP client answer whole."""
+
     trajectory: str
     turn: int
     count: int
