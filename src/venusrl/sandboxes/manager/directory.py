@@ -79,6 +79,10 @@ class ManagerDirectory:
                 if record.state != "running":
                     return
                 if isinstance(error, SandboxPaused):
+                    held = await manager.ask(record)
+                    if held is not None and held.given_to:
+                        manager.book.passing(record, "moving")  # until it is known which host has it
+                        return
                     manager.book.save(lifecycle.paused(record, "pressure", True))
                     return
                 if await manager.ask(record) is None and await manager.fleet.refresh(record.host):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 
+from msgspec.structs import replace
+
 from venusrl.sandboxes.admission.api import Deny
 from venusrl.sandboxes.host.api import Held, Host, Moved
 from venusrl.sandboxes.host.errors import HostLost
@@ -90,5 +92,11 @@ class Mover:
         await manager.fleet.refresh(name)
         await manager.fleet.refresh(where)
         record = manager.book.records.get(held.id)
-        if record is not None and record.host != where and not manager.book.busy(held.id):
+        if record is None or manager.book.busy(held.id):
+            return
+        if record.state == "moving":  # requests waited for this
+            record = replace(record, state="running")
+        if record.host != where:
             manager.moved(record, where, Moved("found"))
+        else:
+            manager.book.save(record)
