@@ -12,7 +12,7 @@ others, which a constant cost does not know: hence the width of the bands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 
 import msgspec
@@ -26,7 +26,7 @@ from venusrl.simulation.suites.arms import prepare
 from venusrl.simulation.suites.from_recipe import recipe_arm, recipe_scenario
 from venusrl.simulation.validation.checks import Check
 from venusrl.simulation.workloads.replay import Replay, replay
-from venusrl.types import Group, Turn
+from venusrl.types import Group, Trajectory, Turn
 
 EMBEDDED = "embedded"
 _PREFILL_CHUNK = 512
@@ -64,7 +64,8 @@ def check_recording(recording: Recording) -> Iterator[Check]:
         return Check(EMBEDDED, figure, source, f"{measured:.3g}", simulated, low, high, gap)
 
     def ratio(figure: str, measured: float, simulated: float) -> Check:
-        return check(figure, measured, simulated, *(measured * edge for edge in _TIME_BAND))
+        low, high = _TIME_BAND
+        return check(figure, measured, simulated, low * measured, high * measured)
 
     steps = [step.trained_at for step in result.steps]
     yield ratio("time of all steps (s)", recording.steps_s[-1], steps[-1])
@@ -86,7 +87,9 @@ def recorded_scenario(recording: Recording) -> Scenario:
     """The recipe's schedule and engine, with what was measured in place of what is modelled."""
     recipe = recording.recipe
     rollout = recipe.rollout
-    workload = _with_overhead(replay(recording.groups), recording.engine.overhead_s)
+    workload = _with_overhead(
+        replay(map(_since_served(recording.groups), recording.groups)), recording.engine.overhead_s
+    )
     made = recipe_scenario(recipe, workload, model="qwen3-4b", gpu="h100", steps=len(recording.steps_s))
     costs = recording.engine.costs
     engine = EngineSpec(
@@ -105,6 +108,17 @@ def recorded_scenario(recording: Recording) -> Scenario:
         trainer=TrainerSpec(fixed_s=mean(recording.train_s), publish_s=recording.publish_s),
         keep_trajectories=True,
     )
+
+
+def _since_served(groups: Sequence[Group]) -> Callable[[Group], Group]:
+    """Groups as of the moment that the engine served: sandboxes made while it started took none of that time."""
+    served = min(t.turns[0].dispatched_at for group in groups for t in group.trajectories if t.turns)
+
+    def cut(t: Trajectory) -> Trajectory:
+        asked = t.turns[0].requested_at if t.turns else t.started_at
+        return msgspec.structs.replace(t, started_at=max(t.started_at, min(served, asked)))
+
+    return lambda group: msgspec.structs.replace(group, trajectories=[cut(t) for t in group.trajectories])
 
 
 def _with_overhead(workload: Replay, overhead_s: float) -> Workload:
