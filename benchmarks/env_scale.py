@@ -20,12 +20,14 @@ import asyncio
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,8 +41,11 @@ TTL_S = 24 * 3600
 CALL_S = 120.0
 COMMAND_S = 60.0
 SETTLE_S = 90.0
-SLACK = {"rss_mib": 64, "descriptors": 8, "threads": 8, "groups_memory": 32, "groups_cpu": 32, "groups_pids": 32}
-"""What may be more: the service's caches, groups whose last page the kernel has not let go of yet. None is per life."""
+SLACK = {"rss_mib": 64, "descriptors": 8, "threads": 8, "files": 3} | dict.fromkeys(
+    ("groups_memory", "groups_cpu", "groups_pids", "groups_freezer"), 32
+)
+"""What may be more: the service's caches, groups whose last page the kernel has not let go of yet, the database's side
+files and what admission has learned. None is per life."""
 MACHINE = ("groups", "mounts", "devices", "groups_memory", "groups_cpu", "groups_pids", "groups_freezer")
 SERVICE = [sys.executable, "-m", "venusrl.cli.main", "env", "serve"]
 
@@ -59,9 +64,9 @@ class Service:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Service]:
+def serving(folder: Path, log_file: Path) -> Iterator[Service]:
     """One service; its sandboxes end with it."""
-    with (folder / "log").open("w") as log:
+    with log_file.open("w") as log:
         where = ["--state", str(folder / "state"), "--listen", "127.0.0.1:0", "--kill-on-exit", "--json"]
         process = subprocess.Popen([*SERVICE, *where], stdout=subprocess.PIPE, stderr=log, text=True)
         assert process.stdout is not None
@@ -69,7 +74,7 @@ def serving(folder: Path) -> Iterator[Service]:
         while not text.endswith("\n}\n"):
             line = process.stdout.readline()
             if not line:
-                raise SystemExit(f"the service did not start:\n{(folder / 'log').read_text()[-2000:]}")
+                raise SystemExit(f"the service did not start:\n{log_file.read_text()[-2000:]}")
             text += line
         told = json.loads(text)
         if "environment" not in told:
@@ -135,13 +140,23 @@ def leaks(before: dict[str, int], after: dict[str, int], *, shared: bool) -> dic
 # What is done
 
 
-async def make(wire: Wire) -> Made:
-    """A sandbox; when there is no room just now, after waiting as the service says."""
+refusals: Counter[str] = Counter()
+"""How often there was no room, by what the service said."""
+
+
+async def make(wire: Wire) -> tuple[Made, float]:
+    """A sandbox, and how many seconds were waited for room, as long as the service says."""
+    began = asked = time.perf_counter()
     while True:
         try:
-            return await wire.create("host", TTL_S, {}, secrets.token_hex(16), CALL_S)
+            made = await wire.create("host", TTL_S, {}, secrets.token_hex(16), CALL_S)
+            return made, asked - began
         except SandboxDenied as error:
+            if not refusals[why := re.sub(r"[0-9.]+", "N", str(error))[:200]]:
+                print(f"no room: {error}; again in {error.retry_after_s:g} s", file=sys.stderr, flush=True)
+            refusals[why] += 1
             await asyncio.sleep(error.retry_after_s or 1.0)
+            asked = time.perf_counter()
 
 
 async def command(wire: Wire, made: Made, text: str, wanted: str) -> None:
@@ -172,22 +187,25 @@ async def listing(service: Service) -> int:
             return seen
 
 
-async def together(number: int, at_once: int, what: str, work: Callable[[int], Awaitable[None]]) -> dict[str, float]:
-    """``work`` so many times by ``at_once`` clients; the rate, and how long one took."""
-    numbers, times = iter(range(number)), []
+async def together(number: int, at_once: int, what: str, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
+    """``work`` so many times by ``at_once`` clients; the rate, and how long one took but for what it waited for room."""
+    numbers, times, waits = iter(range(number)), [], 0.0
     tell = max(1, number // 10)
 
     async def client() -> None:
+        nonlocal waits
         for each in numbers:
             began = time.perf_counter()
-            await work(each)
-            times.append(time.perf_counter() - began)
+            waited = await work(each)
+            times.append(time.perf_counter() - began - waited)
+            waits += waited
             if len(times) % tell == 0:
                 print(f"{what}: {len(times)} of {number}", file=sys.stderr, flush=True)
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(at_once)))
-    return {"a_second": number / (time.perf_counter() - began), **spread(times)}
+    seconds = time.perf_counter() - began
+    return {"a_second": round(number / seconds, 1), "waited_for_room_s": round(waits, 1), **spread(times)}
 
 
 def spread(times: list[float]) -> dict[str, float]:
@@ -198,32 +216,31 @@ def spread(times: list[float]) -> dict[str, float]:
     return {name: round(ordered[round(share * last)], 2) for name, share in shares.items()}
 
 
-async def alone(number: int, work: Callable[[int], Awaitable[object]]) -> dict[str, float]:
+async def alone(number: int, what: str, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
     """One client, one after another."""
-    times = []
-    for each in range(number):
-        began = time.perf_counter()
-        await work(each)
-        times.append(time.perf_counter() - began)
-    return spread(times)
+    return await together(number, 1, what, work)
 
 
 async def many_alive(service: Service, number: int, at_once: int) -> dict[str, Any]:
     """So many at once; the latencies among them; their end."""
     wire, made = service.wire, []
 
-    async def create(_: int) -> None:
-        made.append(await make(wire))
+    async def create(_: int) -> float:
+        one, waited = await make(wire)
+        made.append(one)
+        return waited
 
     creating = await together(number, at_once, "create", create)
     if (seen := await listing(service)) != number:
         raise SystemExit(f"{seen} sandboxes are listed, {number} were made")
     extra: list[Made] = []
 
-    async def one_more(_: int) -> None:
+    async def one_more(_: int) -> float:
         if extra:
             await wire.kill(extra.pop().id, CALL_S)
-        extra.append(await make(wire))
+        one, waited = await make(wire)
+        extra.append(one)
+        return waited
 
     chosen = random.Random(0).choices(made, k=200)
     rss = count(service)["rss_mib"]
@@ -231,17 +248,27 @@ async def many_alive(service: Service, number: int, at_once: int) -> dict[str, A
         await wire.kill(each.id, CALL_S)
     living = made[1:]
     chosen = [each for each in chosen if each is not made[0]]
+
+    async def run(at: int) -> float:
+        await command(wire, chosen[at], "echo ok", "ok")
+        return 0.0
+
+    async def look(_: int) -> float:
+        await listing(service)
+        return 0.0
+
     result = {
         "create_by_clients": creating,
-        "create_and_kill_alone": await alone(50, one_more),
-        "command_alone": await alone(len(chosen), lambda at: command(wire, chosen[at], "echo ok", "ok")),
-        "list_all_pages_alone": await alone(20, lambda _: listing(service)),
+        "create_and_kill_alone": await alone(50, "create among them", one_more),
+        "command_alone": await alone(len(chosen), "command among them", run),
+        "list_all_pages_alone": await alone(20, "list of them", look),
         "service_rss_mib": rss,
     }
     living += extra
 
-    async def end(at: int) -> None:
+    async def end(at: int) -> float:
         await wire.kill(living[at].id, CALL_S)
+        return 0.0
 
     return result | {"kill_by_clients": await together(len(living), at_once, "kill", end)}
 
@@ -250,10 +277,11 @@ async def live(service: Service, number: int, at_once: int) -> dict[str, float]:
     """Whole lives: made, used (a file and a process stay behind), killed."""
     wire = service.wire
 
-    async def one(_: int) -> None:
-        made = await make(wire)
+    async def one(_: int) -> float:
+        made, waited = await make(wire)
         await command(wire, made, "echo x > x; sleep 1000 >/dev/null 2>&1 & cat x", "x")
         await wire.kill(made.id, CALL_S)
+        return waited
 
     return await together(number, at_once, "lives", one)
 
@@ -286,6 +314,7 @@ async def measure(service: Service, options: argparse.Namespace) -> dict[str, An
         "at_once": options.at_once,
         "with_all_alive": alive,
         "one_after_another": lives,
+        "refused_for_want_of_room": dict(refusals),
         "before": before,
         "between": between,
         "after": after,
@@ -303,13 +332,14 @@ def main() -> None:
     parser.add_argument("--lives", type=int, default=10_000, help="so many one after another; 0 = none")
     parser.add_argument("--at-once", type=int, default=16, help="clients")
     parser.add_argument("--shared", action="store_true", help="others use this machine too")
+    parser.add_argument("--log", type=Path, help="keep the service's log in this file")
     parser.add_argument("--json", action="store_true", help="one line")
     options = parser.parse_args()
     if os.geteuid() != 0:
         raise SystemExit("sandboxes with limits need root: run as root")
     kernel.become_subreaper()
     with tempfile.TemporaryDirectory(prefix="venusrl-") as folder:
-        with serving(Path(folder)) as service:
+        with serving(Path(folder), options.log or Path(folder, "log")) as service:
             result = asyncio.run(measure(service, options))
         while reaped():
             pass
