@@ -188,7 +188,7 @@ async def listing(service: Service) -> int:
 
 
 async def together(number: int, at_once: int, what: str, work: Callable[[int], Awaitable[float]]) -> dict[str, float]:
-    """``work`` so many times by ``at_once`` clients; the rate, and how long one took but for what it waited for room."""
+    """``work`` so many times by ``at_once`` clients: the rate, and how long one took but for its wait for room."""
     numbers, times, waits = iter(range(number)), [], 0.0
     tell = max(1, number // 10)
 
