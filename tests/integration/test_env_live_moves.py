@@ -3,17 +3,21 @@ that share no directory, over TCP, by the command that a user types."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.integration.microvms import guest_kernel, tiny_root
-from tests.integration.test_env_node import COMMAND, Pair
+from tests.integration.test_env_node import COMMAND, Pair, Process, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="virtual machines are confined as root does: run as root")
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
@@ -25,6 +29,22 @@ class Machines(Pair):
 
     of_nodes = RUNTIME
 
+    def begin_move(self, sandbox: str, node: str) -> subprocess.Popen[str]:
+        """Whether it comes through is not waited for."""
+        command = [*COMMAND, "move", sandbox, node, "--state", str(self.state / "service")]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def kill(self, victim: str) -> None:
+        """End a process without its knowing, and start it again where it was."""
+        if victim == "node":
+            self.node.end(signal.SIGKILL)
+            self.node = self.join()
+            return
+        port = self.url.rpartition(":")[2]
+        self.service.end(signal.SIGKILL)
+        where = ["--state", str(self.state / "service"), "--listen", f"127.0.0.1:{port}"]
+        self.service = Process(self.state / "service.log", "serve", *where, *RUNTIME)
+
 
 LOAD = (
     "mkdir /m; mount -t tmpfs none /m; dd if=/dev/urandom of=/m/x bs=1M count=16 2>/dev/null; "
@@ -33,7 +53,7 @@ LOAD = (
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     state = tmp_path_factory.mktemp("live")
     kernel = guest_kernel() / "kernel"
     for side in ("service", "node"):
@@ -54,7 +74,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def sandbox(pair: Pair) -> Iterator[Any]:
+def sandbox(pair: Machines) -> Iterator[Any]:
     """One on the node ``far``; the service's own host takes what is moved there."""
     pair.ask("POST", "/nodes/local", {"status": "draining"})
     made = e2b.Sandbox.create("tiny", timeout=600, request_timeout=240, **pair.options)
@@ -64,7 +84,7 @@ def sandbox(pair: Pair) -> Iterator[Any]:
     made.kill()
 
 
-def move(pair: Pair, sandbox: str, node: str) -> dict[str, Any]:
+def move(pair: Machines, sandbox: str, node: str) -> dict[str, Any]:
     command = [*COMMAND, "move", sandbox, node, "--json", "--state", str(pair.state / "service")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -99,7 +119,7 @@ class Asking:
         self._thread.join()
 
 
-def test_it_runs_on_over_there_and_back(pair: Pair, sandbox: Any) -> None:
+def test_it_runs_on_over_there_and_back(pair: Machines, sandbox: Any) -> None:
     before = sandbox.commands.run(LOAD, user="root").stdout
     sandbox.files.write("/root/kept", "kept", user="root")
     going = "i=0; while true; do i=$((i+1)); echo $i >> /root/count; sleep 0.05; done"
@@ -123,7 +143,7 @@ def test_it_runs_on_over_there_and_back(pair: Pair, sandbox: Any) -> None:
     assert sandbox.sandbox_id not in owners  # nothing of it is left where it was
 
 
-def test_a_paused_one_moves_with_its_memory(pair: Pair, sandbox: Any) -> None:
+def test_a_paused_one_moves_with_its_memory(pair: Machines, sandbox: Any) -> None:
     sandbox.commands.run("sleep 1000 & echo $! > /root/pid", user="root")
     sandbox.pause()
     told = move(pair, sandbox.sandbox_id, "local")
@@ -133,7 +153,36 @@ def test_a_paused_one_moves_with_its_memory(pair: Pair, sandbox: Any) -> None:
     assert sandbox.commands.run("kill -0 $(cat /root/pid)", user="root").exit_code == 0
 
 
-def test_a_node_that_is_not_there_is_named(pair: Pair, sandbox: Any) -> None:
+@pytest.mark.parametrize("victim", ["node", "service"])
+def test_a_service_killed_in_a_move_loses_nothing(pair: Machines, sandbox: Any, victim: str) -> None:
+    """At random instants; the sandbox is found running on one of the two, with its memory and processes."""
+    before = sandbox.commands.run(LOAD, user="root").stdout
+    sandbox.commands.run("sleep 1000 & echo $! > /root/pid", user="root")
+    chance = random.Random(7)
+    for _ in range(4):
+        node = "local" if pair.sandboxes()[sandbox.sandbox_id] == "far" else "far"
+        going = pair.begin_move(sandbox.sandbox_id, node)
+        time.sleep(chance.uniform(0.2, 1.2))
+        pair.kill(victim)
+        going.communicate(timeout=120)
+        until(lambda: pair.status() == "ready")
+        said = sandbox.commands.run("md5sum /m/x /root/y; kill -0 $(cat /root/pid)", user="root", request_timeout=90)
+        assert said.stdout == before
+        until(lambda: len(machines(pair, sandbox.sandbox_id)) == 1)
+        assert machines(pair, sandbox.sandbox_id) == [pair.sandboxes()[sandbox.sandbox_id]]
+
+
+def machines(pair: Machines, sandbox: str) -> list[str]:
+    """Where there are virtual machines of it."""
+    found = []
+    for side, node in (("service", "local"), ("node", "far")):
+        for path in (pair.state / side / "runtimes" / "microvm" / "vms").glob("*/owner"):
+            with contextlib.suppress(FileNotFoundError):
+                found += [node] if path.read_text() == sandbox else []
+    return found
+
+
+def test_a_node_that_is_not_there_is_named(pair: Machines, sandbox: Any) -> None:
     command = [*COMMAND, "move", sandbox.sandbox_id, "nowhere", "--state", str(pair.state / "service")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0

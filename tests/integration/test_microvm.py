@@ -251,3 +251,49 @@ async def test_a_move_that_fails_leaves_it_running(
         server.close()
         await instance.kill()
         await other.close()
+
+
+async def test_one_that_was_given_and_not_taken_runs_on_here(
+    runtime: MicroVmRuntime, prepared: tuple[Path, Image], tmp_path: Path
+) -> None:
+    """All of it is there when the other host's service ends; a restart of this one in between changes nothing."""
+    other = await microvms.runtime(microvms.new_state(tmp_path / "two", prepared[0]))
+    spec = microvms.spec("returner", prepared[1])
+    instance = await runtime.create(spec)
+    again: MicroVm | None = None
+    server, dial, accept = await microvms.joined()
+    try:
+        ask = "md5sum /m/x; kill -0 $(cat /root/pid); wc -c < /root/y"
+        await microvms.sh(
+            instance, "mkdir /m; mount -t tmpfs none /m; dd if=/dev/urandom of=/m/x bs=1M count=8 2>/dev/null"
+        )
+        await microvms.sh(instance, "sleep 1000 & echo $! > /root/pid; dd if=/dev/zero of=/root/y bs=1k count=300")
+        before = await microvms.sh(instance, ask)
+        receiving = asyncio.create_task(migration.receive(other, spec, accept))
+
+        def give() -> None:
+            receiving.cancel()
+
+        with pytest.raises(SandboxError):
+            await migration.send(runtime, instance, dial, nothing, give)
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert os.listdir(tmp_path / "two" / "vms") == []
+        with pytest.raises(SandboxPaused, match="moving"):
+            _ = instance.agent
+        record = instance.record()
+        await runtime.close()
+        second = await microvms.runtime(prepared[0])
+        again = await second.adopt(record)
+        assert again is not None
+        assert again.vm is not None
+        assert not (await again.vm.qmp.ask("query-status"))["running"]  # it may run on the other host
+        await second.stay(again)
+        assert await microvms.sh(again, ask) == before
+        await again.pause()
+        await again.resume()
+        assert await microvms.sh(again, ask) == before
+    finally:
+        server.close()
+        await (again or instance).kill()
+        await other.close()
