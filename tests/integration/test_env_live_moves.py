@@ -159,10 +159,10 @@ def test_a_service_killed_in_a_move_loses_nothing(pair: Machines, sandbox: Any, 
     before = sandbox.commands.run(LOAD, user="root").stdout
     sandbox.commands.run("sleep 1000 & echo $! > /root/pid", user="root")
     chance = random.Random(7)
-    for _ in range(4):
+    for _ in range(6):
         node = "local" if pair.sandboxes()[sandbox.sandbox_id] == "far" else "far"
         going = pair.begin_move(sandbox.sandbox_id, node)
-        time.sleep(chance.uniform(0.2, 1.2))
+        time.sleep(chance.uniform(0.4, 2.0))
         pair.kill(victim)
         going.communicate(timeout=120)
         until(lambda: pair.status() == "ready")
