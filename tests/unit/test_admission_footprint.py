@@ -191,6 +191,9 @@ def test_the_fullest_host_that_fits_and_has_the_template() -> None:
     without = host("without", 3000 * MIB, half.sandboxes, shared={})
     full = host("full", 1024 * MIB, tuple(sandbox(n, 20 * MIB) for n in range(60)))
     assert policy.place((empty, without, full, half), Request("t", "new", DECLARED)) == Admit("half")
+    on_disk = host("on disk", 4096 * MIB, shared={}, stored=("host", "t"))
+    assert policy.place((without, on_disk), Request("t", "new", DECLARED)) == Admit("on disk")
+    assert policy.place((on_disk, half), Request("t", "new", DECLARED)) == Admit("half")
     busy = msgspec.structs.replace(half, cpu_used=16.0)
     assert policy.place((empty, busy), Request("t", "new", DECLARED)) == Admit("empty")
     assert policy.place((msgspec.structs.replace(half, draining=True),), Request("t", "new", DECLARED)) == Deny(

@@ -42,7 +42,7 @@ class SandboxView(msgspec.Struct, frozen=True):
 class HostView(msgspec.Struct, frozen=True):
     """A host. ``capacity`` is memory minus reserve; ``shared``: template to bytes resident for all its sandboxes, all
     copies together. ``copies``: template to whose copies there are (``Request.pages``); a template that is not in it
-    has one, for everybody.
+    has one, for everybody. ``stored``: ids of templates that are on its disk.
 
     ``available`` is MemAvailable (or what is left below the cgroup's limit), ``pressure`` PSI memory "some" over 10 s
     in percent (None where the kernel has none).
@@ -58,6 +58,7 @@ class HostView(msgspec.Struct, frozen=True):
     sandboxes: tuple[SandboxView, ...] = ()
     draining: bool = False
     copies: dict[str, tuple[str, ...]] = {}
+    stored: tuple[str, ...] = ()
 
 
 class Request(msgspec.Struct, frozen=True):

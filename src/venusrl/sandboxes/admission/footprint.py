@@ -75,7 +75,7 @@ class FootprintAdmission:
             return Deny("no_host", "no host takes new sandboxes (none there, or all draining)", _LATEST_S)
         new = newcomer(request, self.learned)
         elsewhere = max((_one_copy(host, request.template) for host in hosts), default=0)
-        best: tuple[tuple[bool, bool, float, str], HostView] | None = None
+        best: tuple[tuple[bool, bool, bool, float, str], HostView] | None = None
         closest: tuple[float, HostView] | None = None
         for host in open_hosts:
             if self._guard.level(host) != "open":
@@ -83,7 +83,8 @@ class FootprintAdmission:
             room = self._room(host, request, new, elsewhere)
             if room >= 0.0:
                 crowded = host.cpu_used >= _BUSY_CPUS * host.cpus
-                key = (crowded, not _holds(host, request), room, host.name)
+                absent = request.template not in host.stored
+                key = (crowded, not _holds(host, request), absent, room, host.name)
                 if best is None or key < best[0]:
                     best = (key, host)
             elif closest is None or room > closest[0]:

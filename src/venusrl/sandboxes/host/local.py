@@ -49,7 +49,7 @@ from venusrl.sandboxes.host.moves import Sender
 from venusrl.sandboxes.host.pages import Pages
 from venusrl.sandboxes.host.records import Record, Records, check_id
 from venusrl.sandboxes.host.snapshots import Kept, Snapshots
-from venusrl.sandboxes.host.states import LocalStates
+from venusrl.sandboxes.host.states import LocalStates, Ways
 from venusrl.sandboxes.host.streams import CountedStream, Turn
 from venusrl.sandboxes.protocol import (
     Limits,
@@ -151,9 +151,8 @@ class LocalHost:
             self._sharing.made_of,
             self._clock,
         )
-        self.states = LocalStates(
-            self.name, state / "states", self.cells, self._snapshots, images.resolve, self._arrivals.take, self._clock
-        )
+        ways = Ways(images.resolve, self._sharing.made_of, self._arrivals.take)
+        self.states = LocalStates(self.name, state / "states", self.cells, self._snapshots, ways, self._clock)
         self._pages = Pages(self._sharing, self.cells, self._runtimes, self._background)
         self._learned = Learned()
         self._footprints = Footprints(self.cells, admission, self._clock, self._pages.measure)
@@ -213,15 +212,15 @@ class LocalHost:
     # -- telling
 
     async def status(self) -> HostStatus:
-        now = self._clock.monotonic()
+        now, templates = self._clock.monotonic(), self._images.names()
         return HostStatus(
-            view=self.view(),
+            view=msgspec.structs.replace(self.view(), stored=templates),
             runtimes=dict(self._abilities),
             memory_total=self._memory,
             memory_reserve=self._reserve,
             held=tuple(cell.held(now) for cell in self.cells.made()),
             snapshots=self._snapshots.infos(),
-            templates=self._images.names(),
+            templates=templates,
             counters=self._counters(),
             time_limits=msgspec.structs.asdict(self._config.time_limits),
         )

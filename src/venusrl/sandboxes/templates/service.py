@@ -132,9 +132,9 @@ class Templates:
         return self._image(found, tag or DEFAULT_TAG)
 
     def names(self) -> tuple[str, ...]:
-        """Ids and names of the templates that are ready here."""
+        """Ids and names of the templates that are ready here, and ids of their images."""
         ready = [t for t in self.records.everything() if t.tags]
-        return (HOST, *(word for t in ready for word in (t.id, *t.names)))
+        return (HOST, *(word for t in ready for word in (t.id, *t.names)), *self.store.images())
 
     def counters(self) -> dict[str, float]:
         """Nothing is counted here: what is on this machine need not be fetched."""
