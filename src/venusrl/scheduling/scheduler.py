@@ -58,6 +58,9 @@ class Scheduler:
         self.policy = Fcfs() if policy is None else policy
         self.window = Window(config)
         self.fleet = Fleet()
+        self.workers: Mapping[str, Worker] = self.fleet.workers
+        self.now = 0.0
+        """Seconds, as given with the last event."""
         self.live: dict[str, Live] = {}
         self.opening = 0
         """Fresh groups asked for and not answered."""
@@ -75,7 +78,6 @@ class Scheduler:
         self._quota_holds = False
         self._failures: Counter[str] = Counter()
         self._changed = True
-        self._now = 0.0
         self._out: list[Action] = []
         self._handlers: Mapping[type, Callable[[Any], object]] = {
             ev.Tick: self._on_tick,
@@ -155,10 +157,6 @@ class Scheduler:
         return grace_ends if wake is None else min(wake, grace_ends)
 
     # --- what a policy may look at (policies.View) ---------------------------------------------------
-    @property
-    def now(self) -> float:
-        return self._now
-
     def group(self, trajectory: str) -> Group | None:
         live = self.live.get(trajectory)
         return None if live is None else live.group
@@ -166,10 +164,6 @@ class Scheduler:
     def doing(self, trajectory: str) -> str | None:
         live = self.live.get(trajectory)
         return None if live is None else live.doing
-
-    @property
-    def workers(self) -> Mapping[str, Worker]:
-        return self.fleet.workers
 
     @property
     def changes(self) -> int:
@@ -191,6 +185,8 @@ class Scheduler:
     def refusal(self, turn: PendingTurn, worker: Worker) -> str | None:
         if worker.draining:
             return "draining"
+        if worker.version >= self.window.published:
+            return None
         member = self.live[turn.trajectory].group.members[turn.trajectory]
         fresh = not member.sampled or self.config.on_policy
         oldest = self.window.published if fresh else (member.start or 0)
@@ -201,7 +197,7 @@ class Scheduler:
 
     # --- taking note -------------------------------------------------------------------------------------
     def _note(self, event: Event, now: float) -> None:
-        self._now = now
+        self.now = now
         self.policy.observe(event, self)
         self._handlers[type(event)](event)
 
@@ -274,7 +270,7 @@ class Scheduler:
                 shared_prefix=event.shared_prefix,
                 max_tokens=event.max_tokens,
                 resumed=event.resumed,
-                requested_at=self._now,
+                requested_at=self.now,
             )
         )
 
@@ -409,9 +405,9 @@ class Scheduler:
             self.blocked_since = None
             return
         if self.blocked_since is None:
-            self.blocked_since = self._now
+            self.blocked_since = self.now
         # The trainer waits for nothing before it is free.
-        if self.window.training is None and self._now - self.blocked_since >= self.config.drop_grace_s:
+        if self.window.training is None and self.now - self.blocked_since >= self.config.drop_grace_s:
             for name in self.window.obstacles():
                 self._retire(name, "deadline")
             self.blocked_since = None

@@ -73,28 +73,29 @@ class Window:
         self.published = 0
         self.held = 0
         """The version that the trainer has: it can train this one's batch."""
+        self.next_version = 0
+        """n: the version that the next batch to form trains."""
 
     # --- versions -----------------------------------------------------------------------------------
-    @property
-    def next_version(self) -> int:
-        """n: the version that the next batch to form trains."""
-        return max(self.held, max(self.formed, default=-1) + 1)
-
     @property
     def training(self) -> int | None:
         """The version whose batch is formed and not trained (the oldest such)."""
         return min((v for v in self.formed if v >= self.held), default=None)
 
     def trained(self, version: int) -> None:
-        self.held = max(self.held, version + 1)
+        self._hold(version + 1)
 
     def publish(self, version: int) -> None:
         self.published = max(self.published, version)
-        self.held = max(self.held, version)
+        self._hold(version)
         for past in [v for v in self.formed if v < self.published]:
             self._in_formed -= len(self.formed[past])
             for name in self.formed.pop(past):
                 self.in_batches.pop(name, None)
+
+    def _hold(self, version: int) -> None:
+        self.held = max(self.held, version)
+        self.next_version = max(self.next_version, self.held)
 
     # --- the window -----------------------------------------------------------------------------------
     @property
@@ -222,6 +223,7 @@ class Window:
                 self.in_batches[name] = group
         self._in_formed += len(names) - len(self.formed.get(version, ()))
         self.formed[version] = names
+        self.next_version = max(self.next_version, version + 1)
 
     def obstacles(self) -> tuple[str, ...]:
         """The fewest incomplete groups without which the complete ones would make an admissible batch.

@@ -147,29 +147,27 @@ class LifeTable:
         most = math.inf if self.cap is None else max(1.0, float(self.cap - turns))
         scale = math.exp(shift + (1.0 - power) * self.log_mean)
         here = self.survival((turns / scale) ** (1.0 / power))
-        # Between two whole turns the table is interpolated; what ends there has the larger number of turns.
-        values = [max(1.0, math.ceil(scale * t**power - turns - 1e-9)) for t in self._quantiles(here)]
-        if values[-1] >= most:
-            values = [min(most, value) for value in values]
-        low, middle, high = (values[i] for i in _P10_P50_P90)
-        return Spread(low, middle, high, math.fsum(map(mul, _WEIGHTS, values)))
-
-    def _quantiles(self, here: float) -> list[float]:
-        """The t with S(t) = q * ``here`` for each q of ``_LEVELS``, which decrease: the search goes on where it was."""
+        values: list[float] = []
         survival, descending = self._survival, self._descending
-        last, k, found = len(survival), 0, []
+        last, k = len(survival), 0
         for level in _LEVELS:
+            # t with S(t) = probability; levels decrease, so the search goes on where it was.
             probability = level * here
             k = bisect_left(descending, -probability, k)
             if k >= last:
-                beyond = math.log(survival[-1] / max(probability, 1e-300)) / self._tail_hazard()
-                found.append(last - 1 + beyond)
+                t = last - 1 + math.log(survival[-1] / max(probability, 1e-300)) / self._tail_hazard()
             elif k == 0:
-                found.append(0.0)
+                t = 0.0
             else:
                 above = survival[k - 1]
-                found.append(k - 1 + (above - probability) / (above - survival[k]))
-        return found
+                t = k - 1 + (above - probability) / (above - survival[k])
+            # Between two whole turns the table is interpolated; what ends there has the larger number of turns.
+            rest = math.ceil(scale * t**power - turns - 1e-9)
+            values.append(rest if rest > 1 else 1.0)
+        if values[-1] >= most:
+            values = [min(most, value) for value in values]
+        low, middle, high = _P10_P50_P90
+        return Spread(values[low], values[middle], values[high], math.fsum(map(mul, _WEIGHTS, values)))
 
     def _tail_hazard(self) -> float:
         last, before = self._survival[-1], self._survival[-2]
@@ -229,14 +227,12 @@ class Durations:
         self._sum += w * value
         self._logs += w * log
         self._squares += w * log * log
+        self._average()
 
-    @property
-    def mean(self) -> float:
-        return self._sum / self._total
-
-    @property
-    def log_mean(self) -> float:
-        return self._logs / self._total
+    def _average(self) -> None:
+        # Asked for more often than values come.
+        self.mean = self._sum / self._total
+        self.log_mean = self._logs / self._total
 
     @property
     def log_variance(self) -> float:
@@ -301,6 +297,7 @@ class Durations:
         self._bins = list(state["bins"])
         self._sum, self._logs, self._squares, self._total = state["sums"]
         self._weight = float(state["weight"])
+        self._average()
         self._tabled = -1
 
 

@@ -19,7 +19,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -52,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} must be at least 1")
 
 
-class Told(NamedTuple):
+class Told(msgspec.Struct, frozen=True):
     """What one member says of its group: how much is known of it (1: all), and its expected deviation; of the logarithm
     of its length, then of the three paces (times how much is known)."""
 
@@ -113,6 +113,7 @@ class Siblings(Predictor):
         self.tools = Pace(half_life=per_turn, prior=2.0)
         self.verdicts = Durations(half_life=half_life, prior=10.0)
         self.variance = GroupVariance()
+        self._all = (self.generated, self.observed, self.tools)
         self._tasks: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lag = 0.0
         self._verdict_at, self._verdict_kept = -1, NOTHING
@@ -205,7 +206,8 @@ class Siblings(Predictor):
             # The score and (nearly) the information of a normal variable known to be larger than that.
             weight = math.sqrt(1.0 - self.lengths.survival(track.turns))
             deviation = self.lengths.log_beyond(track.turns) - mean
-        paces = tuple(pace.told(tally) for pace, tally in self.paces(track))
+        generated, observed, tools = self._all
+        paces = (generated.told(track.generated), observed.told(track.observed), tools.told(track.tools))
         return Told(weight, deviation, paces)
 
     def others(self, track: Track, belief: Belief) -> tuple[float, float]:
@@ -216,10 +218,6 @@ class Siblings(Predictor):
     def deviation(self, track: Track, belief: Belief) -> float:
         """The group's expected deviation of log T, as the others tell it."""
         return self.variance.expected(*self.others(track, belief))
-
-    @property
-    def _all(self) -> tuple[Pace, Pace, Pace]:
-        return self.generated, self.observed, self.tools
 
     def paces(self, track: Track) -> Iterator[tuple[Pace, Tally]]:
         """Generated tokens, observed tokens, tool seconds: everybody's and its own."""

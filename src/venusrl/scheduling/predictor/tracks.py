@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from venusrl.scheduling import events as ev
 from venusrl.scheduling.predictor.history import log_of
 from venusrl.types import FailureKind, StopReason
@@ -117,7 +119,7 @@ class Track:
         return float(self.turns), float(self.tokens), float(self.prompt), self.tool_s
 
 
-class Seen(NamedTuple):
+class Seen(msgspec.Struct, frozen=True):
     """What an event meant for a trajectory: it is ``opened``, ``started`` (asks for its first turn), ``went_on`` (for a
     later one), finished a ``turn``, ``ended`` (no turn follows), had a ``verdict`` or was ``lost``."""
 
