@@ -10,8 +10,15 @@ from tests.unit.test_env_host_moves import close, pair
 
 from venusrl.sandboxes.host.api import PIECE, Host, KeptState, Order, StateFile
 from venusrl.sandboxes.host.errors import AlreadyExists
+from venusrl.sandboxes.host.local import HostConfig, LocalHost
 from venusrl.sandboxes.host.states import FORGET_S, listed
+from venusrl.sandboxes.manager.replicas import Replicas
 from venusrl.sandboxes.protocol import SandboxDenied, SandboxError, SandboxGone
+from venusrl.sandboxes.runtimes.base import Instance, Spec
+from venusrl.sandboxes.runtimes.moving import Base
+from venusrl.testing.agents import MemoryAgent
+from venusrl.testing.hosts import AdmitAll, FixedImages, PlainDoor
+from venusrl.testing.runtimes import FakeRuntime
 
 
 async def carry(state: KeptState, origin: Host, target: Host) -> None:
@@ -121,3 +128,59 @@ def test_files_are_listed_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/etc/passwd")
     with pytest.raises(SandboxError, match="plain file"):
         listed(tmp_path)
+
+
+class LeaningRuntime(FakeRuntime):
+    """Every sandbox leans on one file, which is there from the start on the origin alone."""
+
+    folder: Path
+    name_of_base = "b" * 64
+
+    def base(self, instance: Instance) -> Base:
+        return Base(self.name_of_base, str(self.folder), ("memory",))
+
+    async def has_base(self, spec: Spec, name: str) -> bool:
+        return (self.folder / "memory").exists()
+
+    async def bring(self, spec: Spec, name: str, directory: Path) -> None:
+        assert name == self.name_of_base
+        directory.rename(self.folder)  # noqa: ASYNC240 - a test
+
+
+async def leaning(root: Path, name: str) -> tuple[LocalHost, LeaningRuntime]:
+    runtime = LeaningRuntime(lambda spec: MemoryAgent(), world=root / name / "world")
+    runtime.folder = root / name / "base"
+    config = HostConfig(name=name, guard_s=60.0)
+    host = LocalHost(root / name / "host", {"fake": runtime}, FixedImages(), AdmitAll(), PlainDoor(), config)
+    await host.start()
+    return host, runtime
+
+
+async def test_what_a_sandbox_leans_on_is_kept_once_and_brought_along(tmp_path: Path) -> None:
+    (here, origin), (there, target) = await leaning(tmp_path, "here"), await leaning(tmp_path, "there")
+    origin.folder.mkdir()
+    with (origin.folder / "memory").open("wb") as memory:
+        memory.write(b"x" * PIECE)
+        memory.truncate(64 * PIECE)  # the rest is a hole, which is neither kept nor sent
+        memory.seek(70 * PIECE)
+        memory.write(b"end")
+    replicas = Replicas(tmp_path / "replicas")
+    replicas.open()
+    kept = []
+    for name in ("a", "b"):
+        await here.create(Order(id=name, template="host", runtime="fake"))
+        await here.pause(name)
+        kept.append(await replicas.pull(here.states, "sandbox", name))
+    assert {state.base for state in kept} == {origin.name_of_base}
+    assert PIECE < replicas.used < 2 * PIECE
+    await here.close()
+    await replicas.keep_only(lambda state: state.id == kept[0].id)
+    for _ in range(2):  # again, as after an answer that was lost: the base is there now
+        await replicas.push(kept[0], there.states)
+    await there.states.restore(kept[0].id, 1)
+    assert (target.folder / "memory").read_bytes() == (origin.folder / "memory").read_bytes()
+    assert [one.id for one in (await there.status()).held] == ["a"]
+    await replicas.keep_only(lambda state: False)
+    assert replicas.used == 0
+    replicas.close()
+    await there.close()

@@ -410,9 +410,10 @@ class FakeStates:
         self._host._called("read", state)
         return list(self._out[state].values())[file]
 
-    async def begin(self, state: KeptState) -> None:
+    async def begin(self, state: KeptState) -> bool:
         self._host._called("begin", state.subject)
         self._in[state.id] = (state, {})
+        return True
 
     async def write(self, state: str, file: int, piece: int, data: bytes) -> None:
         kept, files = self._in[state]

@@ -11,6 +11,7 @@ Guarantees asked: state changes of one sandbox are serialised; whatever a call r
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from typing import Literal, Protocol
 
@@ -25,9 +26,11 @@ from venusrl.sandboxes.runtimes.base import Abilities, Footprint, Network
 ENVD_PORT = 49983
 """Where E2B's in-sandbox services answer."""
 State = Literal["running", "pausing", "paused", "resuming", "moving"]
-StateKind = Literal["sandbox", "snapshot"]
+StateKind = Literal["sandbox", "snapshot", "base"]
 PIECE = 1 << 20
 """Bytes of a state that are copied at once."""
+ZEROS = hashlib.sha256(bytes(PIECE)).hexdigest()
+"""Of a piece that is a hole: it is neither sent nor kept."""
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +94,9 @@ class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``memory``: its processes are in it. ``whole``: nothing of the sandbox is lacking (processes that cannot be copied
     would be). ``changed``: when it was paused. ``record`` is the origin's own record, which only ``states`` reads.
+
+    ``base`` names files that it leans on ("" = none), such as the memory of a virtual machine's template: many states
+    lean on one base, which never changes and is a state of its own kind, taken of any sandbox that leans on it.
     """
 
     id: str
@@ -105,6 +111,7 @@ class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole: bool
     record: bytes
     files: tuple[StateFile, ...]
+    base: str = ""
 
     @property
     def total(self) -> int:
@@ -199,8 +206,9 @@ class States(Protocol):
 
     async def read(self, state: str, file: int, piece: int) -> bytes: ...
 
-    async def begin(self, state: KeptState) -> None:
-        """Make ready to be written to; begun again it starts anew. Raises HostDiskFull."""
+    async def begin(self, state: KeptState) -> bool:
+        """Make ready to be written to; begun again it starts anew. False: it is a base that is here already. Raises
+        HostDiskFull."""
         ...
 
     async def write(self, state: str, file: int, piece: int, data: bytes) -> None:
@@ -208,8 +216,8 @@ class States(Protocol):
         ...
 
     async def restore(self, state: str, epoch: int) -> None:
-        """Make the running sandbox (or the snapshot) of it, durably. An older copy of that sandbox here gives way.
-        Raises SandboxDenied, TemplateNotFound, AlreadyExists."""
+        """Make the running sandbox (the snapshot, the base) of it, durably. An older copy of the sandbox here gives
+        way. Raises SandboxDenied, TemplateNotFound, AlreadyExists."""
         ...
 
     async def drop(self, state: str) -> None:

@@ -189,7 +189,7 @@ class Arrivals:
             return
         if isinstance(runtime, Movable) and word.say == "lend":
             async with within(_TEMPLATE_S, "move", f"the template of sandbox {record.order.id}"):
-                await runtime.borrow(await self._own(_spec(record)), (reader, origin))
+                await runtime.borrow(await self._own(spec_of(record)), (reader, origin))
             word = await hear(reader, "state", seconds=self._cells.time_limits.move)
         work = self._scratch / f"take-{secrets.token_hex(6)}"
         try:
@@ -297,7 +297,7 @@ def limits_of(record: Record) -> Limits:
     return record.order.limits
 
 
-def _spec(record: Record) -> Spec:
+def spec_of(record: Record) -> Spec:
     order = record.order
     return Spec(order.id, record.image, limits_of(record), order.network, order.env, order.tenant)
 

@@ -271,8 +271,9 @@ class _RemoteStates:
         data: bytes = await self._call("state_read", StatePart(state, file=file, piece=piece), self._limits.ask)
         return data
 
-    async def begin(self, state: KeptState) -> None:
-        await self._call("state_begin", state, self._limits.ask)
+    async def begin(self, state: KeptState) -> bool:
+        wanted: bool = await self._call("state_begin", state, self._limits.ask)
+        return wanted
 
     async def write(self, state: str, file: int, piece: int, data: bytes) -> None:
         part = StatePart(state, file=file, piece=piece, data=data)

@@ -148,7 +148,7 @@ class _Server:
             case "state_read":
                 return await states.read(asked.state, asked.file, asked.piece)
             case "state_begin":
-                await states.begin(asked)
+                return await states.begin(asked)
             case "state_write":
                 await states.write(asked.state, asked.file, asked.piece, asked.data)
             case "state_restore":

@@ -12,25 +12,28 @@ their directory; what nobody asked for in ``FORGET_S`` is removed, and what a cr
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
 import re
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from venusrl.clock import Clock
 from venusrl.sandboxes.host import arrivals
-from venusrl.sandboxes.host.api import PIECE, KeptState, StateFile, StateKind
+from venusrl.sandboxes.host.api import PIECE, ZEROS, KeptState, StateFile, StateKind
 from venusrl.sandboxes.host.cells import Cell, Cells
 from venusrl.sandboxes.host.errors import AlreadyExists, MoveUnsupported, within
 from venusrl.sandboxes.host.records import Record, check_id, full_disk_named
 from venusrl.sandboxes.host.snapshots import Kept, Snapshots
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxError, SandboxGone
-from venusrl.sandboxes.runtimes.base import Snapshot
+from venusrl.sandboxes.runtimes.base import Snapshot, Spec
+from venusrl.sandboxes.runtimes.moving import Base, Leaning
 from venusrl.sandboxes.templates.api import Image
 
 _T = TypeVar("_T")
@@ -41,6 +44,14 @@ _SPARE = 256 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _FILES = 1000
 Resolve = Callable[[str, str], Awaitable[Image]]
+
+
+class Ways(NamedTuple):
+    """What a host does with what arrives: find its template, give it pages that it may share, make a sandbox of it."""
+
+    resolve: Resolve
+    own: Callable[[Spec], Awaitable[Spec]]
+    take: arrivals.Take
 
 
 class _Open:
@@ -54,24 +65,14 @@ class _Open:
 
 
 class LocalStates:
-    """Implements ``host.api.States``. ``take_in`` makes a sandbox of what arrived (``Arrivals.take``)."""
+    """Implements ``host.api.States``. ``root`` is a directory of its own."""
 
-    def __init__(
-        self,
-        name: str,
-        root: Path,
-        cells: Cells,
-        snapshots: Snapshots,
-        resolve: Resolve,
-        take_in: arrivals.Take,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, name: str, root: Path, cells: Cells, snapshots: Snapshots, ways: Ways, clock: Clock) -> None:
         self._name = name
         self._root = root
         self._cells = cells
         self._snapshots = snapshots
-        self._resolve = resolve
-        self._take_in = take_in
+        self._ways = ways
         self._clock = clock
         self._open: dict[str, _Open] = {}
 
@@ -88,7 +89,7 @@ class LocalStates:
         try:
             with full_disk_named(self._root):
                 work.mkdir(mode=0o700, parents=True)
-            take = self._of_sandbox if kind == "sandbox" else self._of_snapshot
+            take = {"sandbox": self._of_sandbox, "snapshot": self._of_snapshot, "base": self._of_base}[kind]
             state = await take(name, subject, work / "data")
             files = await asyncio.to_thread(listed, work / "data")
         except BaseException:  # whatever it was, cancellation too: raised again below
@@ -120,9 +121,36 @@ class LocalStates:
                 whole=whole,
                 record=msgspec.json.encode(msgspec.structs.replace(record, runtime=b"")),
                 files=(),
+                base=base.name if (base := self._base(cell)) is not None else "",
             )
 
         return await self._cells.alone(cell, "state", work)
+
+    def _base(self, cell: Cell) -> Base | None:
+        runtime = self._cells.runtime(cell.record.order.runtime)
+        return runtime.base(cell.alive()) if isinstance(runtime, Leaning) else None
+
+    async def _of_base(self, name: str, subject: str, data: Path) -> KeptState:
+        cell = self._cells.get(subject)
+        record, base = cell.record, self._base(cell)
+        if base is None:
+            raise SandboxError(f"sandbox {subject} leans on nothing")
+        await asyncio.to_thread(_linked, base, data)
+        return KeptState(
+            id=name,
+            kind="base",
+            subject=subject,
+            origin=self._name,
+            runtime=record.order.runtime,
+            template=record.image.id,
+            epoch=0,
+            changed=0.0,
+            memory=True,
+            whole=True,
+            record=msgspec.json.encode(msgspec.structs.replace(record, runtime=b"")),
+            files=(),
+            base=base.name,
+        )
 
     async def _of_snapshot(self, name: str, subject: str, data: Path) -> KeptState:
         async with self._snapshots.reading(subject) as (kept, snapshot):
@@ -152,10 +180,14 @@ class LocalStates:
 
     # -- in
 
-    async def begin(self, state: KeptState) -> None:
+    async def begin(self, state: KeptState) -> bool:
         await self._tidy()
         await self.drop(check_id(state.id))
         _check(state)
+        if state.kind == "base":
+            runtime, spec = await self._leaning(state)
+            if await runtime.has_base(spec, state.base):
+                return False
         work = self._root / f"in-{state.id}"
         with full_disk_named(self._root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,8 +197,14 @@ class LocalStates:
                     f"a state of {state.total >> 20} MiB does not fit on {self._name} ({free >> 20} MiB are free there)"
                 )
             await asyncio.to_thread(_lay_out, state, work / "data")
-        left = {(number, piece) for number, file in enumerate(state.files) for piece in range(len(file.pieces))}
+        left = {
+            (number, piece)
+            for number, file in enumerate(state.files)
+            for piece, digest in enumerate(file.pieces)
+            if digest != ZEROS
+        }
         self._open[state.id] = _Open(state, work, self._clock.monotonic(), left)
+        return True
 
     async def write(self, state: str, file: int, piece: int, data: bytes) -> None:
         found = self._known(state)
@@ -187,31 +225,32 @@ class LocalStates:
         try:
             if found.state.kind == "sandbox":
                 await self._restore_sandbox(found, epoch)
-            else:
+            elif found.state.kind == "snapshot":
                 await self._restore_snapshot(found)
+            else:
+                runtime, spec = await self._leaning(found.state)
+                await runtime.bring(spec, found.state.base, found.directory / "data")
         finally:
             await asyncio.to_thread(shutil.rmtree, found.directory, ignore_errors=True)
 
     async def _restore_sandbox(self, found: _Open, epoch: int) -> None:
         state = found.state
-        record = _decoded(state, Record, self._name)
-        if record.order.id != state.subject or record.order.limits is None:
-            raise MoveUnsupported(f"the state {state.id} is not of sandbox {state.subject}")
+        record = self._record(state)
         if state.subject in self._cells:
             older = self._cells.get(state.subject)
             if older.record.epoch >= epoch:
                 raise AlreadyExists(f"sandbox {state.subject} is on {self._name}, and no older one")
             await self._cells.kill(state.subject)
         record.epoch, record.given_to, record.sending_to, record.was_paused = epoch, "", "", False
-        record.image = await arrivals.image_here(self._resolve, record, self._name)
+        record.image = await arrivals.image_here(self._ways.resolve, record, self._name)
         snapshot = Snapshot(str(found.directory / "data"), state.memory, state.total, state.runtime)
-        await self._take_in(arrivals.Taken(record, snapshot, False))
+        await self._ways.take(arrivals.Taken(record, snapshot, False))
 
     async def _restore_snapshot(self, found: _Open) -> None:
         kept = _decoded(found.state, Kept, self._name)
         if kept.info.id != found.state.subject:
             raise MoveUnsupported(f"the state {found.state.id} is not of the snapshot {found.state.subject}")
-        image = await self._resolve(kept.image.id, "")
+        image = await self._ways.resolve(kept.image.id, "")
 
         async def write(directory: Path) -> Kept:
             await asyncio.to_thread((found.directory / "data").rename, directory)
@@ -225,6 +264,22 @@ class LocalStates:
             await asyncio.to_thread(shutil.rmtree, found.directory, ignore_errors=True)
 
     # -- inside
+
+    def _record(self, state: KeptState) -> Record:
+        """The origin's record of the sandbox. Raises MoveUnsupported."""
+        record = _decoded(state, Record, self._name)
+        if record.order.id != state.subject or record.order.limits is None:
+            raise MoveUnsupported(f"the state {state.id} is not of sandbox {state.subject}")
+        return record
+
+    async def _leaning(self, state: KeptState) -> tuple[Leaning, Spec]:
+        """The runtime that a base is for, and the spec of a sandbox that leans on it. Raises MoveUnsupported."""
+        runtime = self._cells.runtime(state.runtime)
+        if not isinstance(runtime, Leaning):
+            raise MoveUnsupported(f"{state.runtime} sandboxes on {self._name} lean on nothing")
+        record = self._record(state)
+        record.image = await arrivals.image_here(self._ways.resolve, record, self._name)
+        return runtime, await self._ways.own(arrivals.spec_of(record))
 
     def _known(self, state: str) -> _Open:
         found = self._open.get(state)
@@ -253,6 +308,17 @@ async def _snapshot(cell: Cell, data: Path) -> tuple[Snapshot, bool]:
         return await instance.snapshot(data, memory=False), False
 
 
+def _linked(base: Base, data: Path) -> None:
+    """The files of a base in a directory of their own. They never change: no copy is needed on one disk."""
+    data.mkdir(mode=0o700)
+    for name in base.files:
+        source = Path(base.directory, name)
+        try:
+            os.link(source, data / name)
+        except OSError:
+            shutil.copyfile(source, data / name)
+
+
 def listed(directory: Path) -> tuple[StateFile, ...]:
     """The files below ``directory`` with their digests. Blocks. Raises SandboxError for what is no plain file."""
     found = []
@@ -261,13 +327,26 @@ def listed(directory: Path) -> tuple[StateFile, ...]:
             continue
         if path.is_symlink() or not path.is_file():
             raise SandboxError(f"a state has something that is no plain file: {path.name[:100]!r}")
-        digests = []
+        size = path.stat().st_size
         with path.open("rb") as file:
-            while data := file.read(PIECE):
-                digests.append(hashlib.sha256(data).hexdigest())
-            size = file.tell()
-        found.append(StateFile(str(path.relative_to(directory)), size, tuple(digests)))
+            digests = tuple(_digest(file.fileno(), at, min(PIECE, size - at)) for at in range(0, size, PIECE))
+        found.append(StateFile(str(path.relative_to(directory)), size, digests))
     return tuple(found)
+
+
+def _digest(descriptor: int, at: int, length: int) -> str:
+    """Of one piece. Holes are not read: a virtual machine's memory is mostly that."""
+    try:
+        if os.lseek(descriptor, at, os.SEEK_DATA) >= at + length:
+            return _hole(length)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but a hole follows
+            return _hole(length)
+    return hashlib.sha256(os.pread(descriptor, length, at)).hexdigest()
+
+
+def _hole(length: int) -> str:
+    return ZEROS if length == PIECE else hashlib.sha256(bytes(length)).hexdigest()
 
 
 def _check(state: KeptState) -> None:

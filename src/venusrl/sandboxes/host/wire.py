@@ -99,7 +99,7 @@ CALLS: dict[str, tuple[type, Any]] = {
     "drain": (One, None),
     "state_take": (StatePart, KeptState),
     "state_read": (StatePart, bytes),
-    "state_begin": (KeptState, None),
+    "state_begin": (KeptState, bool),
     "state_write": (StatePart, None),
     "state_restore": (StatePart, None),
     "state_drop": (StatePart, None),

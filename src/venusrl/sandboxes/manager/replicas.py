@@ -4,9 +4,9 @@ Owns: the directory: pieces by their digest, each kept once however many states 
 
 Must not know: records, which copy is needed, how a host makes a sandbox of one.
 
-Guarantees: a state is listed once all of it is on disk; copying again what is there copies only what changed; what a
-host sends is kept only if it is what its digest says; a limit and a spare room of the disk are never passed; one
-service a directory.
+Guarantees: a state is listed once all of it is on disk, the base it leans on included (kept once, for as long as any
+state leans on it); copying again what is there copies only what changed; what a host sends is kept only if it is what
+its digest says; a limit and a spare room of the disk are never passed; one service a directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from venusrl.sandboxes.host.api import KeptState, StateKind, States
+from venusrl.sandboxes.host.api import PIECE, ZEROS, KeptState, StateKind, States
 from venusrl.sandboxes.host.records import check_id, full_disk_named, read_record, write_whole
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.store import StateLock
@@ -42,6 +42,8 @@ class Replicas:
         self._states: dict[str, KeptState] = {}
         self._coming: dict[str, KeptState] = {}
         self._sizes: dict[str, int] = {}
+        self._bases = asyncio.Lock()
+        """Whoever copies a base: the next one finds it."""
         self._files = asyncio.Lock()
         """Whoever writes or removes pieces."""
         self.sent = 0
@@ -78,18 +80,21 @@ class Replicas:
         return self._states.get(state)
 
     async def pull(self, states: States, kind: StateKind, subject: str) -> KeptState:
-        """Keep a copy. Raises SandboxError, HostDiskFull; nothing is listed then."""
+        """Keep a copy, and what it leans on. Raises SandboxError, HostDiskFull; nothing is listed then."""
         state = await states.take(kind, subject)
         try:
             _check(state, kind, subject)
             self._coming[state.id] = state
+            if state.base and kind != "base":
+                async with self._bases:
+                    if self._base_of(state) is None:
+                        await self.pull(states, "base", subject)
             self._room(state)
-            for number, file in enumerate(state.files):
-                for piece, digest in enumerate(file.pieces):
-                    if digest not in self._sizes:
-                        data = await states.read(state.id, number, piece)
-                        async with self._files:
-                            await self._keep(digest, data)
+            for number, piece, digest in _pieces(state):
+                if digest not in self._sizes:
+                    data = await states.read(state.id, number, piece)
+                    async with self._files:
+                        await self._keep(digest, data)
             path = self._root / "states" / f"{state.id}.json"
             await asyncio.to_thread(write_whole, path, msgspec.json.encode(state), durable=True)
             self._states[state.id] = state
@@ -99,19 +104,31 @@ class Replicas:
         return state
 
     async def push(self, state: KeptState, states: States) -> None:
-        """Bring a copy to a host, which has nothing of it before ``restore``. Raises SandboxError."""
-        await states.begin(state)
-        for number, file in enumerate(state.files):
-            for piece, digest in enumerate(file.pieces):
-                try:
-                    data = await asyncio.to_thread(self._path(digest).read_bytes)
-                except OSError as error:
-                    raise SandboxError(f"the copy {state.id} in {self._root} is damaged: {error}") from None
-                await states.write(state.id, number, piece, data)
+        """Bring a copy to a host, which has nothing of it before ``restore``; what it leans on is made before.
+        Raises SandboxError."""
+        if state.base and state.kind != "base":
+            base = self._base_of(state)
+            if base is None:
+                raise SandboxError(f"the copy {state.id} in {self._root} is damaged: what it leans on is not there")
+            await self.push(base, states)
+        if not await states.begin(state):
+            return
+        for number, piece, digest in _pieces(state):
+            try:
+                data = await asyncio.to_thread(self._path(digest).read_bytes)
+            except OSError as error:
+                raise SandboxError(f"the copy {state.id} in {self._root} is damaged: {error}") from None
+            await states.write(state.id, number, piece, data)
+        if state.kind == "base":
+            await states.restore(state.id, 0)
 
     async def keep_only(self, wanted: Callable[[KeptState], bool]) -> None:
         """Let go of every other state, and of pieces that no state has."""
-        gone = [state for state in self._states.values() if not wanted(state)]
+        kept = [state for state in self._states.values() if state.kind != "base" and wanted(state)]
+        bases = {state.base for state in (*kept, *self._coming.values())}
+        kept += [state for state in self._states.values() if state.kind == "base" and state.base in bases]
+        names = {state.id for state in kept}
+        gone = [state for state in self._states.values() if state.id not in names]
         for state in gone:
             del self._states[state.id]
             await asyncio.to_thread((self._root / "states" / f"{state.id}.json").unlink, missing_ok=True)
@@ -121,8 +138,13 @@ class Replicas:
 
     # -- inside
 
+    def _base_of(self, state: KeptState) -> KeptState | None:
+        named = (one for one in self._states.values() if one.kind == "base" and one.base == state.base)
+        return next(named, None)
+
     def _room(self, state: KeptState) -> None:
-        need = sum(size for digest, size in _pieces(state) if digest not in self._sizes)
+        new = {digest: min(PIECE, state.files[file].size) for file, _, digest in _pieces(state)}
+        need = sum(size for digest, size in new.items() if digest not in self._sizes)
         if self._limit is not None and self.used + need > self._limit:
             raise HostDiskFull(
                 f"a copy takes {need >> 20} MiB more, and {self._root} has {self.used >> 20} of "
@@ -159,15 +181,12 @@ class Replicas:
         return self._root / "pieces" / digest[:2] / digest
 
 
-def _pieces(state: KeptState) -> Iterator[tuple[str, int]]:
-    """Every digest once, with about its size."""
-    seen: set[str] = set()
-    for file in state.files:
-        each = -(-file.size // max(1, len(file.pieces)))
-        for digest in file.pieces:
-            if digest not in seen:
-                seen.add(digest)
-                yield digest, each
+def _pieces(state: KeptState) -> Iterator[tuple[int, int, str]]:
+    """File, piece and digest of all that is no hole."""
+    for number, file in enumerate(state.files):
+        for piece, digest in enumerate(file.pieces):
+            if digest != ZEROS:
+                yield number, piece, digest
 
 
 def _check(state: KeptState, kind: StateKind, subject: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -21,6 +22,31 @@ from venusrl.sandboxes.runtimes.base import Instance, Spec
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Dial = Callable[[str], Awaitable[Streams]]
 """Gives the stream of that name, the same on both sides. Whoever asks for it closes it."""
+
+
+class Base(msgspec.Struct, frozen=True):
+    """Plain files that never change and that many sandboxes' snapshots lean on. ``name`` is made of what they hold."""
+
+    name: str
+    directory: str
+    files: tuple[str, ...]
+
+
+@runtime_checkable
+class Leaning(Protocol):
+    """Implemented by a runtime whose snapshots are not whole without files that they share."""
+
+    def base(self, instance: Instance) -> Base:
+        """What a snapshot of this sandbox leans on."""
+        ...
+
+    async def has_base(self, spec: Spec, name: str) -> bool:
+        """Whether a sandbox with that spec could lean on it here."""
+        ...
+
+    async def bring(self, spec: Spec, name: str, directory: Path) -> None:
+        """Take the files in ``directory`` as that base; they are moved. Raises SandboxError when they are not it."""
+        ...
 
 
 class Objection(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ _TEMPLATE_S = 900.0
 _PIECE = 1 << 20
 _LARGEST = 1 << 44
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FILES = (*template.FILES, "template.json")
+FILES = (*template.FILES, "template.json")
 
 
 class Control:
@@ -69,7 +69,7 @@ async def offer(control: Control, made: Made) -> None:
     """Say which template a sandbox is of; send it when it is wanted."""
     await control.say(template=made.digest)
     if await control.hear("want", _TEMPLATE_S):
-        for name in _FILES:
+        for name in FILES:
             await _send_file(control, made.directory / name)
     await control.hear("have", _TEMPLATE_S)
 
@@ -93,24 +93,29 @@ async def _receive(root: Path, image: Image, control: Control, wanted: str) -> N
     work = root / f".making-{secrets.token_hex(6)}"
     try:
         await asyncio.to_thread(work.mkdir, parents=True)
-        for name in _FILES:
+        for name in FILES:
             if await control.hear("file") != name:
                 raise SandboxError("the other host sends something else than a template")
             await _receive_file(control, work / name)
-        if await asyncio.to_thread(template.seal, work) != wanted:
-            raise SandboxError("the template was damaged on its way")
-        found = template.load(work)
-        if found is None or found.digest != wanted:
-            raise SandboxError("the template's description was damaged on its way")
-        target = root / f"{image.id}.{wanted[:16]}"
-        await asyncio.to_thread(shutil.rmtree, target, True)
-        await asyncio.to_thread(work.rename, target)
+        await settle(root, image, work, wanted)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HostDiskFull(f"no space left in {root} for the template {image.name!r}: free some") from None
         raise
     finally:
         await asyncio.to_thread(shutil.rmtree, work, True)
+
+
+async def settle(root: Path, image: Image, work: Path, wanted: str) -> None:
+    """Take the files in ``work`` as the template of ``image`` that has this digest. Raises SandboxError."""
+    if await asyncio.to_thread(template.seal, work) != wanted:
+        raise SandboxError("the template was damaged on its way")
+    found = template.load(work)
+    if found is None or found.digest != wanted:
+        raise SandboxError("the template's description was damaged on its way")
+    target = root / f"{image.id}.{wanted[:16]}"
+    await asyncio.to_thread(shutil.rmtree, target, True)
+    await asyncio.to_thread(work.rename, target)
 
 
 async def _send_file(control: Control, path: Path) -> None:

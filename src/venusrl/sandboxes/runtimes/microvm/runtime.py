@@ -27,7 +27,7 @@ from venusrl.sandboxes.runtimes.microvm.instance import NO_NETWORK, RUNTIME, Mic
 from venusrl.sandboxes.runtimes.microvm.machine import BOARD
 from venusrl.sandboxes.runtimes.microvm.passport import Passport, objection
 from venusrl.sandboxes.runtimes.microvm.vm import Parts, Site, Vm
-from venusrl.sandboxes.runtimes.moving import Dial, Objection, Streams
+from venusrl.sandboxes.runtimes.moving import Base, Dial, Objection, Streams
 from venusrl.sandboxes.runtimes.namespace import cgroup
 from venusrl.sandboxes.templates.api import Image
 
@@ -256,6 +256,18 @@ class MicroVmRuntime:
 
     async def borrow(self, spec: Spec, streams: Streams) -> None:
         await carry.accept(self, spec.image, Control(streams))
+
+    def base(self, instance: Instance) -> Base:
+        made = _own(instance).made
+        return Base(made.digest, made.place, carry.FILES)
+
+    async def has_base(self, spec: Spec, name: str) -> bool:
+        return await asyncio.to_thread(template.with_digest, self.templates, spec.image, name) is not None
+
+    async def bring(self, spec: Spec, name: str, directory: Path) -> None:
+        async with self.making(f"{spec.image.id}.{name[:16]}"):
+            if not await self.has_base(spec, name):
+                await carry.settle(self.templates, spec.image, directory, name)
 
     async def send(self, instance: Instance, dial: Dial, stopped: Callable[[], None], give: Callable[[], None]) -> None:
         await migration.send(self, _own(instance), dial, stopped, give)
