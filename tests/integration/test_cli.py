@@ -162,6 +162,18 @@ def test_a_dry_run_speaks_json_and_warns_of_what_is_missing_here(venusrl: Run, w
     assert list(workdir.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("engine", "order"), [("embedded", "in the order that the scheduler wishes"), ("vllm", "least recently used")]
+)
+def test_a_dry_run_says_what_the_engines_do_not_do_for_the_scheduler(
+    venusrl: Run, model: Path, engine: str, order: str
+) -> None:
+    settings = (f"model.path={model}", f"rollout.engine={engine}", "schedule.policy=thunderagent")
+    result = venusrl("train", "demo", "--dry-run", *(word for s in settings for word in ("--set", s)))
+    assert order in result.out
+    assert "real engines tell them when a turn ends" in result.err
+
+
 def test_a_dry_run_warns_of_pins_and_memory_that_this_machine_lacks(venusrl: Run, model: Path) -> None:
     beyond = max(os.sched_getaffinity(0)) + 1
     settings = [f"model.path={model}", f"training.cpus=[{beyond}]", "rollout.kv_capacity_tokens=100000000000"]

@@ -44,7 +44,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 def make_plan(recipe: Recipe) -> Plan:
     """Raises RecipeError for what the scheduling policy and its predictor do not have."""
-    make_policy(recipe, make_predictor(recipe))
+    policy = make_policy(recipe, make_predictor(recipe))
     schedule = recipe.schedule
     window = math.floor((1 + schedule.async_factor) * schedule.batch_groups)
     derived: dict[str, Any] = {
@@ -59,6 +59,10 @@ def make_plan(recipe: Recipe) -> Plan:
     if shape is not None:
         derived |= _kv(recipe, shape, derived["window_trajectories"], derived["engine_workers"])
     found = recipes.warnings(recipe) + ([problem] if problem else []) + _machine_warnings(recipe, derived)
+    if policy.tokens_every_s is not None:
+        found.append(
+            f"schedule.policy = {policy.name} counts tokens of running turns; real engines tell them when a turn ends"
+        )
     return Plan(derived=derived, starts=_starts(recipe), warnings=found)
 
 
