@@ -70,7 +70,7 @@ async def test_a_limit_that_ended_a_command_is_told(
 ) -> None:
     looks = iter((before, after))
 
-    async def look() -> Shortages:
+    async def look(_disk: bool) -> Shortages:
         return next(looks)
 
     async with front() as it:
@@ -83,7 +83,7 @@ async def test_a_limit_that_ended_a_command_is_told(
 async def test_a_sandbox_that_cannot_be_looked_at_gives_no_verdict() -> None:
     looks = iter((Shortages(),))
 
-    async def look() -> Shortages:
+    async def look(_disk: bool) -> Shortages:
         for short in looks:
             return short
         raise SandboxGone("it ended")

@@ -232,12 +232,16 @@ async def test_memory_is_merged_within_one_tenant_at_a_time(tmp_path: Path) -> N
 
     first = await host("all")
     assert [await merges(first, "a1", "a"), await merges(first, "a2", "a", "plain")] == [True, False]
+    assert await merges(first, "c1", "c")
     await first.close()
     again = await host("all")
     again._pages._sharing.share = "tenant"  # what was made before the restart merges still
     with pytest.raises(BadTemplate):  # no layers to keep apart: the images of this test have none
         await merges(again, "b1", "b")
+    await again.pause("a1")
+    assert (await again.resume("a1")).state == "running"
     assert again._pages._sharing.may_merge("b", again._pages._merging.values()) is False
+    await again.kill("c1")
     assert again._pages._sharing.may_merge("a", again._pages._merging.values()) is True
     await again.kill("a1")
     assert again._pages._sharing.may_merge("b", again._pages._merging.values()) is True

@@ -128,7 +128,7 @@ class FakeInstance:
         await self._runtime.reach("footprint", self._spec.id)
         return Footprint(private=self._state().private)
 
-    async def shortages(self) -> Shortages:
+    async def shortages(self, disk: bool = True) -> Shortages:
         return self.short
 
     async def died(self) -> str:

@@ -22,7 +22,7 @@ from venusrl.sandboxes.runtimes.base import Shortages
 Verdict = Literal["", "out_of_memory", "out_of_disk"]
 
 
-async def _never_short() -> Shortages:
+async def _never_short(_disk: bool) -> Shortages:
     return Shortages()
 
 
@@ -30,7 +30,8 @@ class About(msgspec.Struct, frozen=True):
     """``workdir``: where commands run that name no directory; "" = their user's home."""
 
     workdir: str = ""
-    shortages: Callable[[], Awaitable[Shortages]] = _never_short
+    shortages: Callable[[bool], Awaitable[Shortages]] = _never_short
+    """``runtimes.base.Instance.shortages``."""
 
 
 NOTHING = About()
@@ -41,7 +42,7 @@ async def verdict(about: About, before: Shortages, end: Exit) -> Verdict:
     if end.code == 0:
         return ""
     try:
-        now = await about.shortages()
+        now = await about.shortages(True)
     except SandboxError:
         return ""  # it ended or was paused meanwhile, which is told otherwise
     if now.memory_kills > before.memory_kills:

@@ -114,7 +114,7 @@ async def start(agent: Agent, request: web.Request, user: str, room: Room, about
             stdin=asked.stdin and asked.pty is None,
             pty=None if asked.pty is None else size_of(asked.pty),
         )
-        before = await about.shortages()
+        before = await about.shortages(False)
         process = await agent.start(spec)
         holder.append(process)
         async for event in _followed(process, lambda end: verdict(about, before, end)):

@@ -38,9 +38,11 @@ class Pages:
         self._merging: dict[str, str] = {}
 
     def asked(self, image: Image, runtime: str, tenant: str, sandbox: str) -> str:
-        """The id of the pages that a sandbox would share. Raises BadTemplate for what cannot be kept apart."""
-        others = [cell.record.order.tenant for cell in self._cells if cell.record.image.id == image.id]
-        self._sharing.check(image, runtime, tenant, others)
+        """The id of the pages that a sandbox would share. Raises BadTemplate for what cannot be kept apart; one that is
+        here already (it resumes) keeps what it has."""
+        others = {cell.id: cell.record.order.tenant for cell in self._cells if cell.record.image.id == image.id}
+        if sandbox not in others:
+            self._sharing.check(image, runtime, tenant, others.values())
         return self._sharing.pages(image.id, tenant, sandbox) if image.layers else image.id
 
     async def ready(self, runtime: Runtime, spec: Spec) -> Spec:

@@ -123,8 +123,9 @@ class Instance(Protocol):
 
     async def footprint(self) -> Footprint: ...
 
-    async def shortages(self) -> Shortages:
-        """Cheap: looked at around every command. Raises SandboxGone, SandboxPaused."""
+    async def shortages(self, disk: bool = True) -> Shortages:
+        """Cheap: looked at around every command; ``disk`` False = the disk is not asked for. Raises SandboxGone,
+        SandboxPaused."""
         ...
 
     async def died(self) -> str:

@@ -198,7 +198,7 @@ class GvisorInstance:
             raise SandboxGone(f"sandbox {self._spec.id} is no more") from None
         return Footprint(held.private, held.kernel, held.files, held.swap)
 
-    async def shortages(self) -> Shortages:
+    async def shortages(self, disk: bool = True) -> Shortages:
         """Of the disk alone: runsc itself is what the kernel ends for want of memory, and its sandbox with it."""
         self._require_alive()
         try:

@@ -253,7 +253,7 @@ class NamespaceInstance:
         except FileNotFoundError:
             raise SandboxGone(f"sandbox {self._spec.id} ended") from None
 
-    async def shortages(self) -> Shortages:
+    async def shortages(self, disk: bool = True) -> Shortages:
         self._require_alive()
         group = self._maker.group(self._spec.id)
         if group is None or self._base_or_none() is None:
