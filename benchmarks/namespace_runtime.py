@@ -1,10 +1,10 @@
 """How fast persistent sandboxes are made and used, and what one weighs (the runtime alone, without the service).
 
-    python benchmarks/namespace_runtime.py [--count 200] [--at-once 16] [--alive 200] [--json]
+    python benchmarks/namespace_runtime.py [--count 200] [--at-once 16] [--alive 200] [--disk memory|file] [--json]
 
 Makes, commands (`true`), freezes and kills sandboxes of the `host` template, one at a time and many at once; then keeps
-so many alive and divides what the machine has less by their number. CPU time of a life does not count what the kernel
-does later in its own threads (network namespaces' ends). Needs root.
+so many alive and divides what the machine has less by their number; writes 64 MiB in one and looks what that takes. CPU
+time of a life does not count what the kernel does later in its own threads (network namespaces' ends). Needs root.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from typing import TypeVar
 from venusrl.sandboxes.agent.api import Exit, ProcessSpec
 from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.base import Instance, Spec
+from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
 from venusrl.sandboxes.templates.api import Image
 
 LIMITS = Limits(memory_mib=128)
 HOST = Image(id="host", name="host")
 TRUE = ProcessSpec(("/bin/true",), "user")
+WRITE = "head -c 67108864 /dev/zero > /work/x"
 SLEEP = ProcessSpec(("/bin/sleep", "1000"), "user")
 
 
@@ -90,6 +92,22 @@ async def weight(runtime: NamespaceRuntime, count: int) -> dict[str, float]:
     return {"machine_mib": machine, "footprint_mib": own, "command_ms_among_them": answer}
 
 
+async def filled(runtime: NamespaceRuntime) -> dict[str, float]:
+    """What 64 MiB of files cost: memory that is the sandbox's own, seconds to write them and to end it."""
+    sandbox = await runtime.create(Spec("filled", HOST, LIMITS))
+    before = (await sandbox.footprint()).total
+    begun = time.perf_counter()
+    process = await sandbox.agent.start(ProcessSpec(("/bin/sh", "-c", WRITE), "user"))
+    codes = [event.code async for event in process.events() if isinstance(event, Exit)]
+    written = time.perf_counter() - begun
+    after = (await sandbox.footprint()).total
+    begun = time.perf_counter()
+    await sandbox.kill()
+    if codes != [0]:
+        raise SystemExit(f"writing 64 MiB ended with {codes}")
+    return {"memory_mib": (after - before) / (1 << 20), "write_s": written, "kill_s": time.perf_counter() - begun}
+
+
 def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Milliseconds."""
     found = {}
@@ -115,9 +133,9 @@ def nothing() -> dict[str, list[float]]:
     return {name: [] for name in names}
 
 
-async def measure(count: int, at_once: int, alive: int) -> dict[str, object]:
+async def measure(count: int, at_once: int, alive: int, disk: Disk) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="venusrl-") as state:
-        runtime = NamespaceRuntime(Path(state))
+        runtime = NamespaceRuntime(Path(state), disk=disk)
         await runtime.start()
         try:
             await life(runtime, "first", nothing())
@@ -136,6 +154,7 @@ async def measure(count: int, at_once: int, alive: int) -> dict[str, object]:
             rate = 2 * count / (time.perf_counter() - begun)
             cpu = {name: (value - before[name]) / (2 * count) for name, value in spent(runtime).items()}
             weighed = await weight(runtime, alive)
+            files = await filled(runtime)
         finally:
             for sandbox in list(runtime._instances.values()):
                 await sandbox.kill()
@@ -147,6 +166,7 @@ async def measure(count: int, at_once: int, alive: int) -> dict[str, object]:
         "lives_a_second_at_once": rate,
         "cpu_ms_a_life": {**cpu, "all": sum(cpu.values())},
         f"weight_of_{alive}": weighed,
+        "files_of_64_mib": files,
     }
 
 
@@ -155,9 +175,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--alive", type=int, default=200)
+    parser.add_argument("--disk", choices=("memory", "file"), default="memory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    result = asyncio.run(measure(args.count, args.at_once, args.alive))
+    result = asyncio.run(measure(args.count, args.at_once, args.alive, args.disk))
     if args.json:
         print(json.dumps(result, indent=2))
         return

@@ -13,6 +13,7 @@ import pytest
 from venusrl.sandboxes.agent.api import Agent, Exit, Output, ProcessSpec
 from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable
 from venusrl.sandboxes.runtimes.base import Instance, Network, Spec
+from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
 from venusrl.sandboxes.templates.api import Image, Start
 
@@ -23,11 +24,11 @@ WAIT_S = 30.0
 
 
 @asynccontextmanager
-async def running(state: Path) -> AsyncIterator[NamespaceRuntime]:
+async def running(state: Path, disk: Disk = "memory") -> AsyncIterator[NamespaceRuntime]:
     """A started runtime; the test is skipped where persistent sandboxes cannot be limited or kept."""
     if os.geteuid() != 0:
         pytest.skip("persistent sandboxes are tested as root: only root can give each its own users")
-    runtime = NamespaceRuntime(state, require_cgroup=True)
+    runtime = NamespaceRuntime(state, require_cgroup=True, disk=disk)
     try:
         await runtime.start()
     except RuntimeUnavailable as error:

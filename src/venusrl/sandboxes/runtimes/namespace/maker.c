@@ -13,6 +13,7 @@
 #include <grp.h>
 #include <linux/capability.h>
 #include <linux/filter.h>
+#include <linux/loop.h>
 #include <linux/openat2.h>
 #include <linux/seccomp.h>
 #include <net/if.h>
@@ -31,6 +32,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -41,7 +43,7 @@ enum { LISTENER = 3, AGENT = 4, BACKLOG = 16, LAST_CAPABILITY = 40 };
 enum op {
     MAKE_FOLDER = 1, WRITE_FILE, LINK, CHANGE, FOLDER_IN_ROOT, WRITE_IN_ROOT, MOUNT, CLONE_TREE, UNSHARE, SETNS,
     LISTEN, HOSTNAME, LOOPBACK, GO_TO, CHANGE_ROOT, LIMIT, BECOME, KEYRING, CAPABILITIES, FILTER, DESCRIPTORS, START,
-    WAIT, MERGE,
+    WAIT, MERGE, DISK,
 };
 static const uint64_t none = ~(uint64_t)0;
 
@@ -225,6 +227,58 @@ static int start(const struct step *s)
     return (int)syscall(SYS_execveat, AGENT, "", s->s, environment, 0x1000 /* AT_EMPTY_PATH */);
 }
 
+/* What is written of a blank disk, into a file without a name. */
+static int copy_of(const char *blank, const char *folder)
+{
+    int from = open(blank, O_RDONLY | O_CLOEXEC), to = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    struct stat found;
+    if (from < 0 || to < 0 || fstat(from, &found) < 0 || ftruncate(to, found.st_size) < 0)
+        return -1;
+    for (off_t at = 0; (at = lseek(from, at, SEEK_DATA)) >= 0;) {
+        off_t end = lseek(from, at, SEEK_HOLE), there = at;
+        while (at < end) {
+            ssize_t n = copy_file_range(from, &at, to, &there, (size_t)(end - at), 0);
+            if (n <= 0)
+                return -1;
+        }
+    }
+    return errno != ENXIO || close(from) < 0 ? -1 : to; /* ENXIO: no more data */
+}
+
+/* A loop device that goes with its last user. Somebody else may take the free one first. */
+static int loop_over(int file, char name[24])
+{
+    struct loop_config config = {.fd = (uint32_t)file, .block_size = 4096,
+                                 .info.lo_flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO};
+    int control = open("/dev/loop-control", O_RDWR | O_CLOEXEC);
+    for (int tries = 0; control >= 0 && tries < 1000; tries++) {
+        int number = ioctl(control, LOOP_CTL_GET_FREE);
+        if (number < 0)
+            return -1;
+        snprintf(name, 24, "/dev/loop%d", number);
+        int device = open(name, O_RDWR | O_CLOEXEC);
+        if (device < 0 && errno == ENOENT && mknod(name, S_IFBLK | 0600, makedev(7, (unsigned)number)) == 0)
+            device = open(name, O_RDWR | O_CLOEXEC);
+        if (device >= 0 && ioctl(device, LOOP_CONFIGURE, &config) == 0)
+            return close(control) < 0 ? -1 : device;
+        if (device < 0 || errno != EBUSY)
+            return -1;
+        close(device);
+    }
+    return -1;
+}
+
+/* The disk's files go, and with them the space, once nothing is mounted here any more. */
+static int mount_disk(const struct step *s)
+{
+    char name[24];
+    int file = copy_of(s->s[0], s->s[1]);
+    int device = file < 0 ? -1 : loop_over(file, name);
+    if (device < 0 || mount(name, s->s[2], "ext4", s->a, s->s[3]) < 0)
+        return -1;
+    return close(device) | close(file) | chmod(s->s[2], 0700);
+}
+
 /* The disk is there: somebody fills it. */
 static int wait_for(const struct step *s)
 {
@@ -270,6 +324,7 @@ static int perform(const struct step *s)
     case START: return start(s);
     case WAIT: return wait_for(s);
     case MERGE: return personality(ADDR_NO_RANDOMIZE) < 0 ? -1 : prctl(67 /* PR_SET_MEMORY_MERGE */, 1, 0, 0, 0);
+    case DISK: return mount_disk(s);
     }
     errno = ENOSYS;
     return -1;

@@ -25,7 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxError, TemplateNotFound
-from venusrl.sandboxes.runtimes.namespace import files, groups, kernel, steps, wire
+from venusrl.sandboxes.runtimes.namespace import files, groups, kernel, orders, steps, wire
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.orders import HIDDEN, SANDBOX_USER, UPPER, Make
 from venusrl.sandboxes.runtimes.namespace.skeleton import DISK, ETC, HOST, HOST_OWN, LOWER, ROOT
@@ -34,7 +34,6 @@ from venusrl.sandboxes.runtimes.namespace.steps import Failure
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 31})
 """Of root inside: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, NET_BIND_SERVICE, SETFCAP."""
 _UPPER = f"{DISK}/{UPPER}"
-_FILES_PER_MIB = 256
 _SHM_MIB = 64
 _OPEN_FILES = 65536
 _OOM_SCORE = "300"
@@ -169,14 +168,19 @@ def error(made: Plan, said: bytes) -> SandboxError:
 
 
 def _disk(made: Plan, order: Make) -> None:
-    owner = order.base or 0
-    inodes = max(2048, order.limits.disk_mib * _FILES_PER_MIB)
-    options = f"mode=0700,size={_files_mib(order)}m,nr_inodes={inodes}"
-    made.add(steps.mount("files", DISK, "tmpfs", _FLAGS, options), steps.folder(_UPPER, owner=owner))
+    if order.blank:
+        # What is removed inside is given back to the machine.
+        flags = _FLAGS | kernel.MS_NOATIME
+        made.add(steps.disk(order.blank, os.path.dirname(order.blank), DISK, flags, "discard"))
+    else:
+        inodes = max(2048, order.limits.disk_mib * orders.FILES_PER_MIB)
+        options = f"mode=0700,size={_files_mib(order)}m,nr_inodes={inodes}"
+        made.add(steps.mount("files", DISK, "tmpfs", _FLAGS, options))
+    made.add(steps.folder(_UPPER, owner=order.base or 0))
 
 
 def _files_mib(order: Make) -> int:
-    """Files are memory here: they may not take so much of it that a full disk ends the sandbox."""
+    """Files in memory: they may not take so much of it that a full disk ends the sandbox."""
     limits = order.limits
     return max(1, min(limits.disk_mib, limits.memory_mib - max(8, limits.memory_mib // 8)))
 

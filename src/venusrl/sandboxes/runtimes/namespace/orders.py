@@ -7,19 +7,25 @@ Must not know: what either side does with them.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.namespace import wire
 from venusrl.sandboxes.runtimes.namespace.wire import Failed
 
+Disk = Literal["memory", "file"]
+"""Where sandboxes' files are: in memory that they are charged for, or in a file each of the host's disk."""
 AGENT_LISTENER = 3
 """The descriptor of the agent's listening socket inside."""
 SANDBOX_USER = 1000
+FILES_PER_MIB = 256
+"""So many files may be made for each MiB of a disk."""
 UPPER = "upper"
 """The one directory of a sandbox's disk that is kept."""
 HIDDEN = "dev/.files"
-"""Where, inside, the memory file system with a sandbox's own files is mounted: a directory of mode 0700 that belongs
+"""Where, inside, the file system with a sandbox's own files is mounted: a directory of mode 0700 that belongs
 to a user who does not exist there, so that only the machine's root can enter it (through /proc/PID/root)."""
 
 
@@ -55,6 +61,8 @@ class Make(msgspec.Struct, frozen=True, tag=True):
     """What the sandbox takes for its kernel's; "" = a new one."""
     merge: bool = False
     """Whether its memory may be merged with that of others that may."""
+    blank: str = ""
+    """The empty disk that its own is a copy of; "" = its files are kept in memory."""
 
 
 Order = Prepare | Make

@@ -29,25 +29,32 @@ from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec
 from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, SandboxGone
 from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
 from venusrl.sandboxes.runtimes.namespace import groups, kernel, merging, orders, pageout, pages, userns
+from venusrl.sandboxes.runtimes.namespace.blanks import Blanks
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.runtimes.namespace.forge import SOCKETS, STAGE
 from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
 from venusrl.sandboxes.runtimes.namespace.instance import FILES, RUNTIME, Init, NamespaceInstance, Record, start_time
 from venusrl.sandboxes.runtimes.namespace.link import ForgeLink
+from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.api import Image
 
-_KEPT, _NETWORK = "paused", "network"
+_KEPT, _NETWORK, _DISKS = "paused", "network", "disks"
 _READY_S, _READY_EVERY_S = 25.0, 0.1
 _LOOK_EVERY_S = 30.0
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
 class NamespaceRuntime:
-    """Implements ``runtimes.base.Runtime``. ``state`` is its own directory on this host."""
+    """Implements ``runtimes.base.Runtime``. ``state`` is its own directory on this host. ``disk``: where sandboxes'
+    files are: in memory, which they are charged for; or in a file each below ``state``, on a loop device (as root)."""
 
-    def __init__(self, state: Path, *, uid_base: int | None = None, require_cgroup: bool = False) -> None:
+    def __init__(
+        self, state: Path, *, uid_base: int | None = None, require_cgroup: bool = False, disk: Disk = "memory"
+    ) -> None:
         self._state = state
+        self.disk = disk
+        self._blanks = Blanks(state / _DISKS) if disk == "file" else None
         self._uid_base = uid_base
         self._require_cgroup = require_cgroup
         self._pool: userns.IdPool | None = None
@@ -71,6 +78,9 @@ class NamespaceRuntime:
         for name in (SOCKETS, STAGE, _KEPT):
             (self._state / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._state = self._state.resolve()
+        if self._blanks is not None:
+            self._blanks = Blanks(self._state / _DISKS)
+            self._blanks.start()
         self.egress = Egress(self._state / _NETWORK)
         self.egress.start()
         self.boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # noqa: ASYNC240 - not a disk
@@ -183,6 +193,7 @@ class NamespaceRuntime:
 
     async def begin(self, spec: Spec, files: Path | None, boot_id: str) -> Init:
         link = await self._forge()
+        blank = "" if self._blanks is None else str(await self._blanks.blank(spec.limits.disk_mib))
         slot = None if self._pool is None else self._pool.take()
         base, count = (None, 1) if slot is None else (slot.base, slot.count)
         layers = spec.image.layers
@@ -190,7 +201,7 @@ class NamespaceRuntime:
 
         def order(number: int) -> orders.Order:
             user, merge = spec.image.user, spec.merge and merging.why_not() is None
-            return orders.Make(number, spec.id, layers, spec.limits, base, count, user, archive, boot_id, merge)
+            return orders.Make(number, spec.id, layers, spec.limits, base, count, user, archive, boot_id, merge, blank)
 
         work = asyncio.create_task(link.ask(order), name=f"making sandbox {spec.id}")
         try:

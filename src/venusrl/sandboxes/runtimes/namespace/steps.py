@@ -186,6 +186,11 @@ def merge() -> bytes:
     return _step(24)
 
 
+def disk(blank: str, folder: str, target: str, flags: int, data: str) -> bytes:
+    """Mount a copy of the file system in ``blank``, kept in ``folder`` without a name for as long as it is mounted."""
+    return _step(25, blank, folder, target, data, a=flags)
+
+
 def start(arguments: tuple[str, ...]) -> bytes:
     """Become the agent. The last step."""
     return _step(22, *arguments)
