@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 ROOT = Path("runs") / "simulations"
 REPORT_FILE, JSON_FILE = "report.md", "summary.json"
 
+_JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON there too; - is stdout.")
+]
+_Workload = Annotated[str, typer.Option(help="For a recipe: what its agents do; a workload's name or replay:RUN_DIR.")]
+_Cases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--case", help="For validation: only these; embedded trains the demo for some steps and is asked for."
+    ),
+]
+
 
 def simulate(
     what: Annotated[
@@ -48,21 +59,12 @@ def simulate(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the finished runs in --out and do the others.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON there too; - is stdout.")
-    ] = None,
-    workload: Annotated[
-        str, typer.Option(help="For a recipe: what its agents do; a workload's name or replay:RUN_DIR.")
-    ] = "openswe",
+    json_file: _JsonFile = None,
+    workload: _Workload = "openswe",
     model: Annotated[str, typer.Option(help="For a recipe: whose costs engines and trainer have.")] = "qwen3-4b",
     gpu: Annotated[str, typer.Option(help="For a recipe: h100 or h200.")] = "h100",
     steps: Annotated[int, typer.Option(min=1, help="For a recipe: optimizer steps to simulate.")] = 8,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--case", help="For validation: only these; embedded trains the demo for some steps and is asked for."
-        ),
-    ] = None,
+    case: _Cases = None,
 ) -> None:
     """Simulate scheduling policies: the real scheduler, modelled engines, trainer, tools and sandboxes.
 
