@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from venusrl.sandboxes.protocol import Limits, SandboxError
+from venusrl.sandboxes.manager.errors import ManagerError
+from venusrl.sandboxes.manager.local import assemble
+from venusrl.sandboxes.protocol import HostDiskFull, Limits, RuntimeUnavailable, SandboxError
 from venusrl.sandboxes.runtimes.base import Footprint, Network
 from venusrl.sandboxes.runtimes.namespace import archive, egress, merging, orders, pageout, pages, userns
+from venusrl.sandboxes.runtimes.namespace.blanks import Blanks
 from venusrl.sandboxes.runtimes.namespace.egress import Egress, Link
 
 NAMES = st.sampled_from(["a", "b", "ü", "x y", "c.work", "-d"])
@@ -210,3 +214,24 @@ def test_what_keeps_memory_from_being_merged(tmp_path: Path) -> None:
     run.write_text("1\n")
     assert merging.why_not(run, "6.8.0-cloud") is None
     assert "Linux 6.7" in (merging.why_not(run, "6.1.0-57-cloud-amd64") or "")
+
+
+def test_disks_in_files_name_what_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(RuntimeUnavailable, match="start as root, or say --disk memory"):
+        Blanks(tmp_path / "disks").start()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    with pytest.raises(RuntimeUnavailable, match="install e2fsprogs"):
+        Blanks(tmp_path / "disks").start()
+    monkeypatch.undo()
+
+
+async def test_a_blank_that_could_not_be_filled_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HostDiskFull, match="less room"):
+        await Blanks(tmp_path).blank(1 << 40)
+
+
+async def test_only_namespaces_have_disks_to_choose(tmp_path: Path) -> None:
+    with pytest.raises(ManagerError, match="--disk file is for the namespace runtime"):
+        await assemble(tmp_path, ("gvisor",), disk="file")

@@ -35,6 +35,13 @@ class Share(StrEnum):
     NONE = "none"
 
 
+class Disk(StrEnum):
+    """As ``runtimes/namespace/orders.py`` has it."""
+
+    MEMORY = "memory"
+    FILE = "file"
+
+
 app = typer.Typer(no_args_is_help=True, help="Sandboxes as a service that E2B's SDKs can use.")
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of the service.")
 app.add_typer(keys_app, name="key")
@@ -43,6 +50,7 @@ app.add_typer(env_template.app, name="template")
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 _State = Annotated[Path | None, typer.Option("--state", help="State directory. Default: VENUSRL_ENV_STATE.")]
 _Share = Annotated[Share, typer.Option(help="Which sandboxes may share pages of a template.")]
+_Disk = Annotated[Disk, typer.Option(help="Where namespaces' files are: in memory, or in a file each (loop devices).")]
 _Url = Annotated[str, typer.Option("--url", help="The service. Default: the one of the state directory.")]
 
 
@@ -57,6 +65,7 @@ def serve(
     reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
     overload: Annotated[float | None, typer.Option(help="Probability of overload that is accepted.")] = None,
     share: _Share = Share.TENANT,
+    disk: _Disk = Disk.MEMORY,
     max_timeout: Annotated[float, typer.Option(help="Longest time to live that may be asked for, seconds.")] = 86400.0,
     internet: Annotated[bool, typer.Option(help="Whether sandboxes that say nothing may reach the internet.")] = False,
     node_grace: Annotated[float, typer.Option(help="Seconds of silence after which a node is lost.")] = 60.0,
@@ -87,6 +96,7 @@ def serve(
         reserve=None if reserve_mib is None else reserve_mib << 20,
         overload=overload,
         share=share.value,
+        disk=disk.value,
         settings=Settings(runtime=names[0], max_timeout_s=max_timeout, internet=internet, node_grace_s=node_grace),
         replicas=None if replicas is None else replicas.absolute(),
         replicas_bytes=None if replicas_mib is None else replicas_mib << 20,
@@ -173,6 +183,7 @@ def node_command(
     memory_mib: Annotated[int | None, typer.Option(help="Memory for all sandboxes. Default: the machine's.")] = None,
     reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
     share: _Share = Share.TENANT,
+    disk: _Disk = Disk.MEMORY,
     json_output: _Json = False,
 ) -> None:
     """Give this machine to a service until Ctrl-C; sandboxes go on, and the next start takes them up again.
@@ -195,6 +206,7 @@ def node_command(
         memory=None if memory_mib is None else memory_mib << 20,
         reserve=None if reserve_mib is None else reserve_mib << 20,
         share=share.value,
+        disk=disk.value,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(_run_node(Node(config), json_output))

@@ -25,6 +25,7 @@ from venusrl.sandboxes.manager.asks import Catalogue
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.learnt import KeptFootprints
 from venusrl.sandboxes.runtimes.base import Runtime
+from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.fetch import FetchedTemplates, Origin
 from venusrl.sandboxes.templates.service import Templates
 from venusrl.sandboxes.templates.sharing import Share
@@ -57,13 +58,18 @@ async def assemble(
     listen: str = "127.0.0.1",
     origin: Origin | None = None,
     share: Share = "tenant",
+    disk: Disk = "memory",
 ) -> LocalParts:
     """A started host, ``name`` being what it goes by and ``listen`` the address at which sandboxes of other hosts
     arrive. ``origin``: whose templates it runs; None = its own. ``share``: which sandboxes may share pages.
+    ``disk``: where the files of namespaces are.
 
     Raises RuntimeUnavailable, ManagerError.
     """
-    runtimes = {one: _runtime(one, state / "runtimes" / one) for one in names}
+    names = tuple(names)
+    if disk != "memory" and "namespace" not in names:
+        raise ManagerError(f"--disk {disk} is for the namespace runtime; {', '.join(names)} keep files on disk anyway")
+    runtimes = {one: _runtime(one, state / "runtimes" / one, disk) for one in names}
     admission = FootprintAdmission(FootprintConfig() if overload is None else FootprintConfig(target=overload))
     templates = Templates(state / "templates", runtimes.get("namespace"), share=share)
     await templates.start(internet=internet)
@@ -83,11 +89,11 @@ async def assemble(
     return LocalParts(host, admission, templates, templates, fetched, kept)
 
 
-def _runtime(name: str, state: Path) -> Runtime:
+def _runtime(name: str, state: Path, disk: Disk) -> Runtime:
     if name == "namespace":
         from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
 
-        return NamespaceRuntime(state)
+        return NamespaceRuntime(state, disk=disk)
     if name == "microvm":
         from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
 

@@ -31,6 +31,7 @@ from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.origin import ServiceTemplates
 from venusrl.sandboxes.manager.records import NodeRecord
 from venusrl.sandboxes.manager.serve import address, beyond_loopback
+from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.sharing import Share
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     reserve: int | None = None
     internet: bool = False
     share: Share = "tenant"
+    disk: Disk = "memory"
 
 
 def connect(record: NodeRecord) -> RemoteHost:
@@ -92,6 +94,7 @@ class Node:
             name=self.name,
             listen=host,
             share=config.share,
+            disk=config.disk,
             origin=ServiceTemplates(config.join, self.name, self._key),
         )
         try:

@@ -32,6 +32,7 @@ from venusrl.sandboxes.manager.state import ADMIN_KEY, DEFAULT_KEY, JOIN_KEY, SE
 from venusrl.sandboxes.manager.state import default_state as default_state
 from venusrl.sandboxes.manager.store import StateLock, Store
 from venusrl.sandboxes.manager.tokens import Secret
+from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.sharing import Share
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class ServeConfig(msgspec.Struct, frozen=True):
     reserve: int | None = None
     overload: float | None = None
     share: Share = "tenant"
+    disk: Disk = "memory"
     settings: Settings = Settings()
     replicas: Path | None = None
     replicas_bytes: int | None = None
@@ -126,6 +128,7 @@ class Server:
                 internet=config.settings.internet,
                 listen=host,
                 share=config.share,
+                disk=config.disk,
             )
         except BaseException:  # whatever it was: give back what was opened, and pass it on
             store.close()
