@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from tests.integration import test_env_node
-from tests.integration.test_env_node import Pair, until
+from tests.integration.microvms import guest_kernel, tiny_root
+from tests.integration.test_env_node import COMMAND, Pair, until
 
 pytestmark = test_env_node.pytestmark
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
@@ -19,8 +23,10 @@ GRACE_S = "4"
 class Trio(Pair):
     """The service, which keeps copies, and its nodes ``far`` and ``near``; new sandboxes go to ``far``."""
 
+    of_service: tuple[str, ...] = ()
+
     def __init__(self, state: Path) -> None:
-        super().__init__(state, "--replicas", str(state / "copies"), "--node-grace", GRACE_S)
+        super().__init__(state, "--replicas", str(state / "copies"), "--node-grace", GRACE_S, *self.of_service)
         self.near = self.join("near", "near")
         self.ask("POST", "/nodes/near", {"status": "draining"})
 
@@ -42,9 +48,12 @@ class Trio(Pair):
         self.ask("POST", "/nodes/near", {"status": "ready"})
 
 
-@pytest.fixture
-def trio(tmp_path: Path) -> Iterator[Trio]:
-    trio = Trio(tmp_path)
+_Trio = TypeVar("_Trio", bound=Trio)
+
+
+@contextmanager
+def ended(trio: _Trio) -> Iterator[_Trio]:
+    """Its sandboxes and processes end with the test."""
     try:
         yield trio
     finally:
@@ -53,6 +62,12 @@ def trio(tmp_path: Path) -> Iterator[Trio]:
         for process in (trio.node, trio.near, trio.service):
             if process.process.poll() is None:
                 process.end()
+
+
+@pytest.fixture
+def trio(tmp_path: Path) -> Iterator[Trio]:
+    with ended(Trio(tmp_path)) as trio:
+        yield trio
 
 
 def test_what_was_paused_on_a_node_that_died_resumes_elsewhere(trio: Trio) -> None:
@@ -112,3 +127,49 @@ def test_what_has_no_copy_is_told_of_as_lost(tmp_path: Path) -> None:
             pair.ask("DELETE", f"/admin/sandboxes/{sandbox_id}")
         pair.node.end()
         pair.service.end()
+
+
+# Virtual machines: their memory comes back too
+
+MACHINES = ("--runtime", "microvm")
+
+
+class Machines(Trio):
+    """The same with virtual machines; each node makes its own template memory."""
+
+    of_nodes = MACHINES
+    of_service = MACHINES
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    kernel = guest_kernel() / "kernel"
+    for side in ("service", "node", "near"):
+        shutil.copytree(kernel, tmp_path / side / "runtimes" / "microvm" / "kernel")
+    root = tiny_root(tmp_path / "root")
+    (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh -c "$3"\n')  # called as bash -l -c COMMAND
+    (root / "bin" / "bash").chmod(0o755)
+    build = [*COMMAND, "template", "build", str(root), "tiny", "--state", str(tmp_path / "service")]
+    subprocess.run(build, check=True, timeout=120, capture_output=True)
+    with ended(Machines(tmp_path)) as machines:
+        yield machines
+
+
+def test_a_virtual_machine_of_a_dead_node_comes_back_with_its_memory(machines: Machines) -> None:
+    sandbox = e2b.Sandbox.create("tiny", timeout=600, request_timeout=240, **machines.options)
+    assert machines.sandboxes() == {sandbox.sandbox_id: "far"}
+    started = sandbox.commands.run("sleep 5000", background=True, user="root")
+    said = sandbox.commands.run(
+        "mkdir /m; mount -t tmpfs none /m; dd if=/dev/urandom of=/m/x bs=1M count=8 2>/dev/null; "
+        "dd if=/dev/urandom of=/root/y bs=1M count=2 2>/dev/null; md5sum /m/x /root/y",
+        user="root",
+    ).stdout
+    sandbox.pause(request_timeout=240)
+    until(lambda: machines.replica(sandbox.sandbox_id)["state"] == "kept")
+    assert machines.replica(sandbox.sandbox_id)["memory"]
+    machines.node.end(signal.SIGKILL)
+    machines.lose()
+    again = sandbox.connect(timeout=600, request_timeout=240)
+    assert machines.sandboxes() == {sandbox.sandbox_id: "near"}
+    assert again.commands.run("md5sum /m/x /root/y", user="root").stdout == said
+    assert started.pid in {one.pid for one in again.commands.list()}, "what ran runs on"

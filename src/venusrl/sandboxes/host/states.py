@@ -229,7 +229,8 @@ class LocalStates:
                 await self._restore_snapshot(found)
             else:
                 runtime, spec = await self._leaning(found.state)
-                await runtime.bring(spec, found.state.base, found.directory / "data")
+                with full_disk_named(self._root):
+                    await runtime.bring(spec, found.state.base, found.directory / "data")
         finally:
             await asyncio.to_thread(shutil.rmtree, found.directory, ignore_errors=True)
 

@@ -114,6 +114,7 @@ async def settle(root: Path, image: Image, work: Path, wanted: str) -> None:
     if found is None or found.digest != wanted:
         raise SandboxError("the template's description was damaged on its way")
     target = root / f"{image.id}.{wanted[:16]}"
+    await asyncio.to_thread(root.mkdir, mode=0o700, parents=True, exist_ok=True)
     await asyncio.to_thread(shutil.rmtree, target, True)
     await asyncio.to_thread(work.rename, target)
 
