@@ -247,3 +247,21 @@ async def test_memory_is_merged_within_one_tenant_at_a_time(tmp_path: Path) -> N
     assert again._pages._sharing.may_merge("b", again._pages._merging.values()) is True
     await again.close()
     assert Sharing("none").may_merge("a", []) is False
+
+
+async def test_what_is_shared_is_counted_after_a_restart_too(tmp_path: Path) -> None:
+    runtimes = [FakeRuntime(lambda _: MemoryAgent(), world=tmp_path / "world") for _ in range(2)]
+    image = Image("img-1", "one")
+    for runtime in runtimes:
+        runtime.shared_bytes["img-1"] = 7 * MIB
+        parts = (tmp_path / "host", {"fake": runtime}, FixedImages(image), AdmitAll(), PlainDoor())
+        host = LocalHost(*parts, HostConfig(guard_s=0.01))
+        await host.start()
+        if runtime is runtimes[0]:
+            await host.create(Order(id="s", template="one", runtime="fake"))
+        for _ in range(1000):
+            if runtime.prepared and host.view().shared == {"img-1": 7 * MIB}:
+                break
+            await asyncio.sleep(0.01)
+        assert (runtime.prepared, host.view().shared) == (["img-1"], {"img-1": 7 * MIB})
+        await host.close()

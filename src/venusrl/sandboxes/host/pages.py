@@ -51,7 +51,11 @@ class Pages:
         seconds = self._cells.time_limits.prepare
         async with within(seconds, "prepare", f"layers of sandbox {spec.id}"):
             spec = await self._sharing.made_of(spec)
-        image = spec.image
+        await self._prepare(runtime, spec.image)
+        return spec
+
+    async def _prepare(self, runtime: Runtime, image: Image) -> None:
+        seconds = self._cells.time_limits.prepare
         key = (runtime.name, image.id)
         task = self._prepared.get(key)
         if task is None:
@@ -68,7 +72,6 @@ class Pages:
             if self._prepared.get(key) is task:
                 del self._prepared[key]
             raise
-        return spec
 
     def known(self, template: str) -> None:
         """It has sandboxes from now on; how much of it is resident is measured later."""
@@ -93,9 +96,12 @@ class Pages:
         return True
 
     async def sweep(self) -> None:
-        """After a restart: know who merges; remove what was made for sandboxes that are here no more."""
-        specs = [cell.instance.spec for cell in self._cells if cell.instance is not None]
-        self._merging = {spec.id: spec.tenant for spec in specs if spec.merge}
+        """After a restart: know who merges and what is shared; remove what was made for sandboxes that have gone."""
+        held = [(cell.record.order.runtime, cell.instance.spec) for cell in self._cells if cell.instance is not None]
+        self._merging = {spec.id: spec.tenant for _, spec in held if spec.merge}
+        for name, image in {(name, spec.image.id): (name, spec.image) for name, spec in held}.values():
+            # Until then nothing of it is counted.
+            self._background.watch(f"prepare {image.id} again", self._prepare(self._runtimes[name], image))
         await self._sharing.sweep(cell.id for cell in self._cells)
 
     def ended(self, sandbox: str) -> None:
