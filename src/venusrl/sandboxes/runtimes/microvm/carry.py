@@ -132,7 +132,8 @@ async def _send_file(control: Control, path: Path) -> None:
                 at = os.lseek(file.fileno(), at, os.SEEK_DATA)
             except OSError:
                 break  # only a hole is left
-            data = await asyncio.to_thread(os.pread, file.fileno(), _PIECE, at)
+            length = min(_PIECE, os.lseek(file.fileno(), at, os.SEEK_HOLE) - at)
+            data = await asyncio.to_thread(os.pread, file.fileno(), length, at)
             await control.say(at=at, length=len(data))
             control.writer.write(data)
             await control.writer.drain()

@@ -111,8 +111,11 @@ class MicroVmRuntime:
             await asyncio.to_thread(shutil.rmtree, path, True)
 
     async def shared(self, image_id: str) -> int:
-        made = self._templates.get(image_id)
-        return await asyncio.to_thread(template.resident, made.memory) if made else 0
+        used = {one.made.memory for one in self._instances.values() if one.spec.image.id == image_id}
+        if image_id in self._templates:
+            used.add(self._templates[image_id].memory)
+        # More than one where sandboxes came from other hosts, each with the template that it was cloned from.
+        return sum([await asyncio.to_thread(template.resident, memory) for memory in used])
 
     # -- machines
 
