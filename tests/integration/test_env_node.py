@@ -148,3 +148,18 @@ def test_a_template_reaches_a_node_that_lacks_it(pair: Pair) -> None:
     assert again.commands.run("hostname").exit_code == 0
     until(lambda: pair.counter("created") == 2)
     assert pair.counter("template_layers_fetched") == layers
+
+
+def test_files_move_between_a_node_and_the_service_s_own_host(pair: Pair) -> None:
+    """By the command, both ways; what a namespace's move is like is said."""
+    sandbox = e2b.Sandbox.create("host", timeout=300, **pair.options)
+    sandbox.files.write("/tmp/kept", "kept")
+    pair.ask("POST", "/nodes/local", {"status": "ready"})
+    for node in ("local", "far"):
+        move = [*COMMAND, "move", sandbox.sandbox_id, node, "--state", str(pair.state / "service")]
+        done = subprocess.run(move, capture_output=True, text=True, timeout=120, check=True)
+        assert f"{sandbox.sandbox_id} is on {node}: its files moved, its processes ended" in done.stdout
+        assert "not live: namespace sandboxes cannot move while they run" in " ".join(done.stdout.split())
+        assert pair.sandboxes() == {sandbox.sandbox_id: node}
+        assert sandbox.files.read("/tmp/kept") == "kept"
+        assert sandbox.commands.run("cat /tmp/kept").stdout == "kept"
