@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.environments import ADMIN, Environment, environment, fake_hosts
 from tests.unit.test_env_upkeep import until_slowly
 
+from venusrl.cli.env_view import _state
 from venusrl.sandboxes.host.api import Order
 from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.manager import fencing
@@ -276,6 +277,20 @@ async def test_a_copy_that_cannot_be_kept_is_told_of_and_tried_again(tmp_path: P
         assert (await look(env, sandbox))["replica"]["reason"] == "its disk is odd"  # type: ignore[index]
         await env.clock.run_for(40)
         await copied_now(env, sandbox)
+
+
+@pytest.mark.parametrize(
+    ("one", "shown"),
+    [
+        ({"state": "running", "pausedBy": "", "replica": None, "lost": ""}, "running"),
+        ({"state": "paused", "pausedBy": "user", "replica": {"state": "kept"}, "lost": ""}, "paused (user, copied)"),
+        ({"state": "paused", "pausedBy": "timeout", "replica": {"state": "failed"}}, "paused (timeout, copy: failed)"),
+        ({"state": "paused", "pausedBy": "user", "replica": {"state": "off"}, "lost": ""}, "paused (user)"),
+        ({"state": "paused", "pausedBy": "user", "replica": {"state": "off"}, "lost": "why"}, "lost with its node"),
+    ],
+)
+def test_a_list_shows_what_would_be_lost(one: dict[str, object], shown: str) -> None:
+    assert _state(one) == shown
 
 
 # The directory

@@ -47,7 +47,7 @@ def sandboxes(found: list[dict[str, Any]]) -> Table:
     now = time.time()
     for one in found:
         memory = one["memory"] or {}
-        state = one["state"] + (f" ({one['pausedBy']})" if one["pausedBy"] else "")
+        state = _state(one)
         left = one["ends"] - now
         rows.append(
             (
@@ -64,6 +64,17 @@ def sandboxes(found: list[dict[str, Any]]) -> Table:
         )
     columns = ("sandbox", "template", "node", "runtime", "state", "memory", "left", "idle", "priority")
     return whole(table(columns, rows, right=("memory", "left", "idle", "priority")))
+
+
+def _state(one: dict[str, Any]) -> str:
+    """With who paused it, whether a copy of it is kept elsewhere, and whether its node is lost."""
+    if one.get("lost"):
+        return "lost with its node"
+    copy = (one.get("replica") or {}).get("state", "off")
+    told = [
+        text for text in (one["pausedBy"], {"kept": "copied", "off": "", "none": ""}.get(copy, f"copy: {copy}")) if text
+    ]
+    return one["state"] + (f" ({', '.join(told)})" if told else "")
 
 
 def whole(made: Table) -> Table:
