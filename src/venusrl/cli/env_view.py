@@ -74,7 +74,7 @@ def _state(one: dict[str, Any]) -> str:
     told = [
         text for text in (one["pausedBy"], {"kept": "copied", "off": "", "none": ""}.get(copy, f"copy: {copy}")) if text
     ]
-    return one["state"] + (f" ({', '.join(told)})" if told else "")
+    return str(one["state"]) + (f" ({', '.join(told)})" if told else "")
 
 
 def whole(made: Table) -> Table:
