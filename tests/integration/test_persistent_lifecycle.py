@@ -270,9 +270,18 @@ async def test_a_templates_pages_are_its_own(runtime: NamespaceRuntime, tmp_path
     (layer / "usr/lib").mkdir(parents=True)
     (layer / "usr/lib/big.so").write_bytes(os.urandom(3 << 20))
     image = Image(id="sha256:pages", name="pages", layers=(str(layer),))
-    assert await runtime.shared(image.id) == 0
+    assert await runtime.shared([image.id]) == {image.id: 0}
     await runtime.prepare(image)
-    assert await runtime.shared(image.id) == 3 << 20
+    assert await runtime.shared([image.id]) == {image.id: 3 << 20}
+    other = msgspec.structs.replace(image, id="sha256:more", layers=(str(layer), str(tmp_path / "more")))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/big").write_bytes(os.urandom(1 << 20))
+    await runtime.prepare(other)
+    for order, counts in (((image, other), (3, 1)), ((other, image), (4, 0))):
+        ids = [each.id for each in order]
+        found = await runtime.shared(ids)
+        assert [found[each] >> 20 for each in ids] == [*counts], "what they have in common counts for the first"
+    await runtime.forget(other.id)
     assert [path for path in groups_of(tmp_path / "ns") if path.name.startswith("template.")]
     assert await runtime.sweep(set()) == []
     await runtime.forget(image.id)

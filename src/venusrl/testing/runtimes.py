@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -219,8 +219,8 @@ class FakeRuntime:
         if image_id in self.prepared:
             self.prepared.remove(image_id)
 
-    async def shared(self, image_id: str) -> int:
-        return self.shared_bytes.get(image_id, 0)
+    async def shared(self, images: Sequence[str]) -> dict[str, int]:
+        return {image: self.shared_bytes.get(image, 0) for image in images}
 
     async def create(self, spec: Spec) -> FakeInstance:
         return await self._make("create", spec)

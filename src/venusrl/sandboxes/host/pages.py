@@ -82,10 +82,14 @@ class Pages:
         shared: dict[str, int] = {}
         copies: dict[str, list[str]] = {}
         made = [(cell.record.image.id, cell.instance) for cell in self._cells]
-        for template, pages in sorted({(one, instance.spec.image.id) for one, instance in made if instance}):
+        in_use = sorted({(one, instance.spec.image.id) for one, instance in made if instance})
+        for template, pages in in_use:
+            shared[template] = 0
             copies.setdefault(template, []).append(pages)
-            for runtime in self._runtimes.values():
-                shared[template] = shared.get(template, 0) + await runtime.shared(pages)
+        for runtime in self._runtimes.values():
+            found = await runtime.shared([pages for _, pages in in_use])
+            for template, pages in in_use:
+                shared[template] += found.get(pages, 0)
         self.shared, self.copies = shared, {template: tuple(found) for template, found in copies.items()}
 
     def _merges(self, spec: Spec) -> bool:

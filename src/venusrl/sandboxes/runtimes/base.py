@@ -12,6 +12,7 @@ every failure is a ``SandboxError``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -153,8 +154,9 @@ class Runtime(Protocol):
         """Remove what was derived from a template that nobody uses any more."""
         ...
 
-    async def shared(self, image_id: str) -> int:
-        """Bytes of memory that the template's sandboxes share, now resident."""
+    async def shared(self, images: Sequence[str]) -> dict[str, int]:
+        """Bytes of memory that sandboxes of these templates (by id) share, now resident: what several of them have in
+        common counts once, for the first."""
         ...
 
     async def create(self, spec: Spec) -> Instance:

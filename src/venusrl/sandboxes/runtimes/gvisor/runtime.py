@@ -14,6 +14,7 @@ import asyncio
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from venusrl.sandboxes.runtimes.gvisor import place
 from venusrl.sandboxes.runtimes.gvisor.instance import NAME, GvisorInstance, Record, check_network
 from venusrl.sandboxes.runtimes.namespace import groups
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
+from venusrl.sandboxes.runtimes.namespace.pages import Residency
 from venusrl.sandboxes.templates.api import Image
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -48,6 +50,7 @@ class GvisorRuntime:
         self._program = Path()
         self._sandboxes = -1
         self._instances: dict[str, GvisorInstance] = {}
+        self._residency = Residency()
 
     @property
     def name(self) -> str:
@@ -71,13 +74,14 @@ class GvisorRuntime:
 
     async def prepare(self, image: Image) -> None:
         self._require_layers(image)
+        await asyncio.to_thread(self._residency.know, image)
 
     async def forget(self, image_id: str) -> None:
-        """Nothing is derived from a template."""
+        self._residency.forget(image_id)
 
-    async def shared(self, image_id: str) -> int:
+    async def shared(self, images: Sequence[str]) -> dict[str, int]:
         """gVisor's file server reads layers through the host's page cache; runsc keeps no page of its own shared."""
-        return 0
+        return await self._residency.shared(images)
 
     async def create(self, spec: Spec) -> Instance:
         return await self._launch(spec, None)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -110,7 +110,10 @@ class MicroVmRuntime:
         for path in (self.templates).glob(f"{image_id}.*"):
             await asyncio.to_thread(shutil.rmtree, path, True)
 
-    async def shared(self, image_id: str) -> int:
+    async def shared(self, images: Sequence[str]) -> dict[str, int]:
+        return {image: await self._shared(image) for image in images}
+
+    async def _shared(self, image_id: str) -> int:
         used = {one.made.memory for one in self._instances.values() if one.spec.image.id == image_id}
         if image_id in self._templates:
             used.add(self._templates[image_id].memory)

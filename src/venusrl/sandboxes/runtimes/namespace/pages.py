@@ -5,22 +5,25 @@ page pays for it: no sandbox should), how much of them is in memory now.
 
 Must not know: sandboxes, how layers came to be.
 
-Guarantees: no more than ``_TOUCHED_MIB`` is read beforehand, and no more than ``_MOST_FILES`` files are looked at. A
-layer is counted as often as it is asked for: who adds up templates knows which layers they share.
+Guarantees: no more than ``_TOUCHED_MIB`` is read beforehand, and no more than ``_MOST_FILES`` files of a layer are
+looked at. A layer that several templates have is counted once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from venusrl.sandboxes.runtimes.namespace import cgroup, kernel
 from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
+from venusrl.sandboxes.templates.api import Image
 
 PREFIX = "template."
 """Of the names of templates' groups: a sandbox's id has no dot."""
@@ -28,6 +31,7 @@ _MOST_FILES = 20_000
 _TOUCHED_MIB = 192
 _SMALLEST = 1 << 14
 _TOUCH_S = 60.0
+_LOOK_EVERY_S = 30.0
 _HOST_PLACES = ("usr/bin", "bin", "usr/lib", "lib", "lib64")
 _PROGRAMS = ("sh", "dash", "bash", "busybox", "python3", "cat", "ls", "grep", "sed", "env", "git")
 
@@ -66,6 +70,44 @@ def resident(paths: list[str]) -> int:
                 return 0
             pages += found
     return pages * mmap.PAGESIZE
+
+
+class Residency:
+    """What of templates' layers is in memory. Looked at anew every so often: a template has thousands of files."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, dict[str, list[str]]] = {}
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def knows(self, image: str) -> bool:
+        return image in self._files
+
+    def know(self, image: Image) -> list[tuple[str, int]]:
+        """Look a template's files up; path and size. Blocks on the disk."""
+        layers = {layer: files_of((layer,)) for layer in image.layers} if image.layers else {"": files_of(())}
+        self._files[image.id] = {layer: [path for path, _ in files] for layer, files in layers.items()}
+        return [each for files in layers.values() for each in files]
+
+    def forget(self, image: str) -> None:
+        for layer in self._files.pop(image, {}):
+            self._seen.pop(layer, None)
+
+    async def shared(self, images: Sequence[str]) -> dict[str, int]:
+        """``Runtime.shared``: a layer that several have counts for the first."""
+        found: dict[str, int] = {}
+        counted: set[str] = set()
+        for image in images:
+            new = {layer: paths for layer, paths in self._files.get(image, {}).items() if layer not in counted}
+            counted |= new.keys()
+            found[image] = sum([await self._resident(layer, paths) for layer, paths in new.items()])
+        return found
+
+    async def _resident(self, layer: str, paths: list[str]) -> int:
+        now = time.monotonic()
+        seen = self._seen.get(layer)
+        if seen is None or now >= seen[0] + _LOOK_EVERY_S:
+            seen = self._seen[layer] = (now, await asyncio.to_thread(resident, paths))
+        return seen[1]
 
 
 def worth_touching(layers: tuple[str, ...], files: list[tuple[str, int]]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from venusrl.sandboxes.templates.api import Image
 
 _KEPT, _NETWORK, _DISKS = "paused", "network", "disks"
 _READY_S, _READY_EVERY_S = 25.0, 0.1
-_LOOK_EVERY_S = 30.0
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
@@ -64,8 +63,7 @@ class NamespaceRuntime:
         self._link: ForgeLink | None = None
         self._starting = asyncio.Lock()
         self._instances: dict[str, NamespaceInstance] = {}
-        self._files: dict[str, list[str]] = {}
-        self._shared: dict[str, tuple[float, int]] = {}
+        self._residency = pages.Residency()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.egress = Egress(state / _NETWORK)
         self.boot = ""
@@ -105,30 +103,18 @@ class NamespaceRuntime:
         for layer in image.layers:
             if not Path(layer).is_dir():  # noqa: ASYNC240 - a handful
                 raise SandboxError(f"the template {image.name} lacks its layer {layer}: build it again")
-        if image.id in self._files:
+        if self._residency.knows(image.id):
             return
-        files = await asyncio.to_thread(pages.files_of, image.layers)
-        self._files[image.id] = [path for path, _ in files]
+        files = await asyncio.to_thread(self._residency.know, image)
         wanted = list(pages.worth_touching(image.layers, files))
         await asyncio.to_thread(pages.touch, self._groups, _plain(image.id), wanted)
 
     async def forget(self, image_id: str) -> None:
-        self._files.pop(image_id, None)
-        self._shared.pop(image_id, None)
+        self._residency.forget(image_id)
         await asyncio.to_thread(pages.forget, self._groups, _plain(image_id))
 
-    async def shared(self, image_id: str) -> int:
-        """Looked at anew every so often: a template has thousands of files."""
-        now = asyncio.get_running_loop().time()
-        seen = self._shared.get(image_id)
-        if seen is not None and now < seen[0] + _LOOK_EVERY_S:
-            return seen[1]
-        paths = self._files.get(image_id)
-        if paths is None:
-            return 0
-        found = await asyncio.to_thread(pages.resident, paths)
-        self._shared[image_id] = (now, found)
-        return found
+    async def shared(self, images: Sequence[str]) -> dict[str, int]:
+        return await self._residency.shared(images)
 
     async def create(self, spec: Spec) -> Instance:
         return await self._begin(spec, None)
