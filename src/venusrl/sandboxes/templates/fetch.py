@@ -21,7 +21,8 @@ from typing import Protocol
 import msgspec
 
 from venusrl.clock import Clock, SystemClock
-from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, TemplateNotFound
+from venusrl.sandboxes.host.errors import HostLost
+from venusrl.sandboxes.protocol import HostDiskFull, RuntimeUnavailable, SandboxError, TemplateNotFound
 from venusrl.sandboxes.templates import transfer
 from venusrl.sandboxes.templates.api import Image
 from venusrl.sandboxes.templates.errors import BadTemplate
@@ -128,12 +129,12 @@ class FetchedTemplates:
         for left in reversed(range(_TRIES)):
             try:
                 await self._receive(layer)
-            except (TemplateNotFound, RuntimeUnavailable):
+            except (TemplateNotFound, RuntimeUnavailable, HostDiskFull):
                 raise  # asking again changes nothing
             except SandboxError as error:
                 what = f"layer {layer.digest[:12]} of template {image.name or image.id}"
                 if not left:
-                    raise type(error)(f"the {what} cannot be had: {error}") from error
+                    raise HostLost(f"the {what} cannot be had: {error}") from error
                 _log.warning("the %s broke off (%s): it is asked for again", what, error)
                 await self._clock.sleep(_PAUSE_S)
             else:
