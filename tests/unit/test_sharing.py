@@ -13,8 +13,11 @@ from venusrl.sandboxes.admission.api import Admit, Deny, HostView, Request
 from venusrl.sandboxes.admission.footprint import FootprintAdmission
 from venusrl.sandboxes.host.api import Order
 from venusrl.sandboxes.host.local import HostConfig, LocalHost
+from venusrl.sandboxes.manager.errors import ManagerError
+from venusrl.sandboxes.manager.local import assemble
 from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.base import Spec
+from venusrl.sandboxes.runtimes.namespace import merging
 from venusrl.sandboxes.templates import tree
 from venusrl.sandboxes.templates.api import Image, Start
 from venusrl.sandboxes.templates.errors import BadTemplate
@@ -216,13 +219,19 @@ def test_admission_counts_a_copy_for_whoever_has_none() -> None:
         assert isinstance(answer, Admit if fits else Deny), pages
 
 
+def sharing(share: Share, *, merge: bool = True) -> Sharing:
+    made = Sharing(share)
+    made.merge = merge
+    return made
+
+
 async def test_memory_is_merged_within_one_tenant_at_a_time(tmp_path: Path) -> None:
     runtime = FakeRuntime(lambda _: MemoryAgent(), world=tmp_path / "world")
     images = FixedImages(Image("img-1", "started", start=Start("python3")), Image("img-2", "plain"))
 
     async def host(share: Share) -> LocalHost:
         parts = (tmp_path / "host", {"fake": runtime}, images, AdmitAll(), PlainDoor(), HostConfig(guard_s=0.01))
-        made = LocalHost(*parts, sharing=Sharing(share))
+        made = LocalHost(*parts, sharing=sharing(share))
         await made.start()
         return made
 
@@ -246,7 +255,15 @@ async def test_memory_is_merged_within_one_tenant_at_a_time(tmp_path: Path) -> N
     await again.kill("a1")
     assert again._pages._sharing.may_merge("b", again._pages._merging.values()) is True
     await again.close()
-    assert Sharing("none").may_merge("a", []) is False
+    assert sharing("none").may_merge("a", []) is False
+    assert sharing("all", merge=False).may_merge("a", []) is False, "only where the operator says so"
+
+
+async def test_merging_is_refused_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "why_not", lambda: "echo 1 > it")
+    for share, why in (("none", "--share none"), ("tenant", "echo 1 > it")):
+        with pytest.raises(ManagerError, match=f"--merge-memory: .*{why}"):
+            await assemble(tmp_path / share, ["namespace"], share=share, merge=True)  # type: ignore[arg-type]
 
 
 async def test_what_is_shared_is_counted_after_a_restart_too(tmp_path: Path) -> None:

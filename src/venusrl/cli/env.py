@@ -51,6 +51,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 _State = Annotated[Path | None, typer.Option("--state", help="State directory. Default: VENUSRL_ENV_STATE.")]
 _Share = Annotated[Share, typer.Option(help="Which sandboxes may share pages of a template.")]
 _Disk = Annotated[Disk, typer.Option(help="Where namespaces' files are: in memory, or in a file each (loop devices).")]
+_Merge = Annotated[bool, typer.Option("--merge-memory", help="Hold equal memory of preloaded processes once (KSM).")]
 _Url = Annotated[str, typer.Option("--url", help="The service. Default: the one of the state directory.")]
 
 
@@ -65,6 +66,7 @@ def serve(
     reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
     overload: Annotated[float | None, typer.Option(help="Probability of overload that is accepted.")] = None,
     share: _Share = Share.TENANT,
+    merge_memory: _Merge = False,
     disk: _Disk = Disk.MEMORY,
     max_timeout: Annotated[float, typer.Option(help="Longest time to live that may be asked for, seconds.")] = 86400.0,
     internet: Annotated[bool, typer.Option(help="Whether sandboxes that say nothing may reach the internet.")] = False,
@@ -96,6 +98,7 @@ def serve(
         reserve=None if reserve_mib is None else reserve_mib << 20,
         overload=overload,
         share=share.value,
+        merge=merge_memory,
         disk=disk.value,
         settings=Settings(runtime=names[0], max_timeout_s=max_timeout, internet=internet, node_grace_s=node_grace),
         replicas=None if replicas is None else replicas.absolute(),
@@ -183,6 +186,7 @@ def node_command(
     memory_mib: Annotated[int | None, typer.Option(help="Memory for all sandboxes. Default: the machine's.")] = None,
     reserve_mib: Annotated[int | None, typer.Option(help="Memory of it that sandboxes never get.")] = None,
     share: _Share = Share.TENANT,
+    merge_memory: _Merge = False,
     disk: _Disk = Disk.MEMORY,
     json_output: _Json = False,
 ) -> None:
@@ -206,6 +210,7 @@ def node_command(
         memory=None if memory_mib is None else memory_mib << 20,
         reserve=None if reserve_mib is None else reserve_mib << 20,
         share=share.value,
+        merge=merge_memory,
         disk=disk.value,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -58,11 +58,12 @@ async def assemble(
     listen: str = "127.0.0.1",
     origin: Origin | None = None,
     share: Share = "tenant",
+    merge: bool = False,
     disk: Disk = "memory",
 ) -> LocalParts:
     """A started host, ``name`` being what it goes by and ``listen`` the address at which sandboxes of other hosts
     arrive. ``origin``: whose templates it runs; None = its own. ``share``: which sandboxes may share pages.
-    ``disk``: where the files of namespaces are.
+    ``merge``: equal memory of preloaded processes is held once. ``disk``: where the files of namespaces are.
 
     Raises RuntimeUnavailable, ManagerError.
     """
@@ -72,6 +73,7 @@ async def assemble(
     runtimes = {one: _runtime(one, state / "runtimes" / one, disk) for one in names}
     admission = FootprintAdmission(FootprintConfig() if overload is None else FootprintConfig(target=overload))
     templates = Templates(state / "templates", runtimes.get("namespace"), share=share)
+    templates.sharing.merge = merge and _can_merge(share)
     await templates.start(internet=internet)
     fetched = None if origin is None else FetchedTemplates(templates, origin)
     images: Images = fetched or templates
@@ -87,6 +89,16 @@ async def assemble(
         await kept.close()
         raise
     return LocalParts(host, admission, templates, templates, fetched, kept)
+
+
+def _can_merge(share: Share) -> bool:
+    """Raises ManagerError."""
+    from venusrl.sandboxes.runtimes.namespace import merging
+
+    why_not = "no sandboxes may share (--share none)" if share == "none" else merging.why_not()
+    if why_not is not None:
+        raise ManagerError(f"--merge-memory: {why_not}")
+    return True
 
 
 def _runtime(name: str, state: Path, disk: Disk) -> Runtime:

@@ -55,6 +55,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     reserve: int | None = None
     internet: bool = False
     share: Share = "tenant"
+    merge: bool = False
     disk: Disk = "memory"
 
 
@@ -94,6 +95,7 @@ class Node:
             name=self.name,
             listen=host,
             share=config.share,
+            merge=config.merge,
             disk=config.disk,
             origin=ServiceTemplates(config.join, self.name, self._key),
         )

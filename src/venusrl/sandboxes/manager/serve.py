@@ -54,6 +54,7 @@ class ServeConfig(msgspec.Struct, frozen=True):
     reserve: int | None = None
     overload: float | None = None
     share: Share = "tenant"
+    merge: bool = False
     disk: Disk = "memory"
     settings: Settings = Settings()
     replicas: Path | None = None
@@ -128,6 +129,7 @@ class Server:
                 internet=config.settings.internet,
                 listen=host,
                 share=config.share,
+                merge=config.merge,
                 disk=config.disk,
             )
         except BaseException:  # whatever it was: give back what was opened, and pass it on

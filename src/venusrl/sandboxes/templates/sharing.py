@@ -36,6 +36,9 @@ class Sharing:
 
     def __init__(self, share: Share = "all", store: Store | None = None) -> None:
         self.share = share
+        self.merge = False
+        """Whether sandboxes' own memory may be merged at all: the kernel merges it with that of whoever else on the
+        machine takes part, so its operator is to say so."""
         self._store = store
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -62,8 +65,10 @@ class Sharing:
 
     def may_merge(self, tenant: str, others: Iterable[str]) -> bool:
         """Whether a sandbox's own memory may be merged with that of the ones that merge here, of the tenants
-        ``others``. The kernel merges whatever may be merged, on the whole machine: with "tenant" it is one tenant's."""
-        return self.share == "all" or (self.share == "tenant" and all(other == tenant for other in others))
+        ``others``: with "tenant" it is one tenant's at a time."""
+        if not self.merge or self.share == "none":
+            return False
+        return self.share == "all" or all(other == tenant for other in others)
 
     async def made_of(self, spec: Spec) -> Spec:
         """The same sandbox, of pages that it may have. Raises SandboxError, HostDiskFull."""
