@@ -45,7 +45,8 @@ class Trio(Pair):
 
     def lose(self) -> None:
         until(lambda: self.status() == "lost")
-        self.ask("POST", "/nodes/near", {"status": "ready"})
+        undo = [*COMMAND, "drain", "near", "--undo", "--state", str(self.state / "service")]
+        subprocess.run(undo, check=True, timeout=60, capture_output=True)
 
 
 _Trio = TypeVar("_Trio", bound=Trio)

@@ -18,8 +18,10 @@ from venusrl.cli.env_view import _state
 from venusrl.sandboxes.host.api import Order
 from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.manager import fencing
+from venusrl.sandboxes.manager.asks import Settings
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.replicas import Replicas
+from venusrl.sandboxes.manager.serve import ServeConfig, Server
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxDenied, SandboxError
 from venusrl.testing.clock import VirtualClock
 from venusrl.testing.env_host import FakeHost
@@ -291,6 +293,13 @@ async def test_a_copy_that_cannot_be_kept_is_told_of_and_tried_again(tmp_path: P
 )
 def test_a_list_shows_what_would_be_lost(one: dict[str, object], shown: str) -> None:
     assert _state(one) == shown
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.9, -1.0, 1e9, float("nan")])
+async def test_a_grace_that_makes_no_sense_is_refused(tmp_path: Path, seconds: float) -> None:
+    server = Server(ServeConfig(tmp_path / "state", settings=Settings(node_grace_s=seconds)))
+    with pytest.raises(ManagerError, match="choose another --node-grace"):
+        await server.start()
 
 
 # The directory
