@@ -15,6 +15,8 @@ from tests.integration import microvms, persistent
 from tests.integration.persistent import output
 from tests.unit.templates import archive, directory, entry, layout, symlink
 
+from venusrl.sandboxes.host.api import Order
+from venusrl.sandboxes.manager import local
 from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable
 from venusrl.sandboxes.runtimes.base import Instance, Runtime, Spec
 from venusrl.sandboxes.runtimes.gvisor.runtime import GvisorRuntime
@@ -152,3 +154,30 @@ async def test_equal_memory_of_preloaded_processes_is_held_once(tmp_path: Path) 
         for each in made:  # nothing inside can join, or see what the others hold change
             code = "import ctypes, mmap; m = mmap.mmap(-1, 4096); print(ctypes.CDLL(None).prctl(67, 1, 0, 0, 0))"
             assert await persistent.output(each, f"python3 -c '{code}'") == "-1"
+
+
+async def test_a_service_merges_for_one_tenant_at_a_time(tmp_path: Path) -> None:
+    if (lacks := merging.why_not()) is not None:
+        pytest.skip(lacks)
+    parts = await local.assemble(tmp_path / "state", ["namespace"], merge=True)
+    assert parts.templates is not None
+    assert parts.kept is not None
+    try:
+        command = f'exec python3 -c \'import {MODULES}, time; open("/tmp/ready", "w"); time.sleep(1000)\''
+        await parts.templates.from_directory("", "loaded", None, Start(command, "cat /tmp/ready"))
+        for name, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b")):
+            await parts.host.create(Order(id=name, template="loaded", runtime="namespace", tenant=tenant))
+        deadline = asyncio.get_running_loop().time() + persistent.WAIT_S
+        while asyncio.get_running_loop().time() < deadline:
+            held = {one.id: one.footprint.private for one in (await parts.host.status()).held}
+            if 0 < min(held["a1"], held["a2"]) < held["b1"] / 2:
+                break
+            await asyncio.sleep(0.2)
+        else:
+            pytest.fail(f"held: {held}")
+    finally:
+        for one in (await parts.host.status()).held:
+            await parts.host.kill(one.id)
+        await parts.host.close()
+        await parts.templates.close()
+        await parts.kept.close()
