@@ -110,6 +110,24 @@ async def test_traffic_may_recover_what_it_may_resume(tmp_path: Path) -> None:
             assert env.book.records[willing].host == "host-2"
 
 
+async def test_requests_wait_while_it_is_recovered(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    hosts = fake_hosts(clock, 2)
+    async with environment(tmp_path, hosts=hosts, clock=clock, copies=True, node_grace_s=15.0) as env:
+        sandbox = await two(env)
+        with silent(hosts[0]):
+            await env.clock.run_for(30)
+            hosts[1].gate = asyncio.Event()
+            connecting = asyncio.create_task(connect(env, sandbox))
+            await until_slowly(lambda: ("restore", sandbox) in hosts[1].calls)
+            headers = {"E2b_Sandbox_Id": sandbox, "E2b_Sandbox_Port": "49983"}
+            asking = asyncio.create_task(env.call("GET", "/health", **headers))
+            await until_slowly(lambda: env.service.gateway.parked == 1)
+            hosts[1].gate.set()
+            assert (await connecting)[0] == 201
+            assert (await asking)[0] == 204
+
+
 async def test_without_a_copy_it_is_told_of_as_lost_and_comes_back_with_its_node(tmp_path: Path) -> None:
     clock = VirtualClock()
     hosts = fake_hosts(clock, 2)

@@ -106,7 +106,7 @@ class FakeHost:
         self.peer: Peer | None = None
         self.hung_up = 0
         self.gate: asyncio.Event | None = None
-        """When set to an Event, ``create``, ``pause`` and ``resume`` wait for it after they began."""
+        """When set to an Event, ``create``, ``pause``, ``resume`` and ``states.restore`` wait for it after they began."""
 
     # What a test does
 
@@ -423,6 +423,7 @@ class FakeStates:
         kept, files = self._in.pop(state)
         host = self._host
         host._called("restore", kept.subject)
+        await host._pass_gate()
         order = msgspec.json.decode(kept.record, type=Order)
         if kept.kind == "snapshot":
             size = kept.total
