@@ -106,7 +106,7 @@ class FakeHost:
         self.peer: Peer | None = None
         self.hung_up = 0
         self.gate: asyncio.Event | None = None
-        """When set to an Event, ``create``, ``pause``, ``resume`` and ``states.restore`` wait for it after they began."""
+        """When set to an Event, create, pause, resume and ``states.restore`` wait for it after they began."""
 
     # What a test does
 
