@@ -145,6 +145,31 @@ def test_it_runs_on_over_there_and_back(pair: Machines, sandbox: Any) -> None:
     assert sandbox.sandbox_id not in owners  # nothing of it is left where it was
 
 
+def test_a_command_that_runs_over_a_move_is_connected_to_again(pair: Machines, sandbox: Any) -> None:
+    """Whoever followed it is cut off when the machine stops; nothing that it says afterwards is lost."""
+    loop = "i=0; while [ ! -e /tmp/end ]; do i=$((i+1)); echo line $i; sleep 0.1; done; exit 7"
+    going = sandbox.commands.run(loop, user="root", background=True)
+    first: list[str] = []
+
+    def follow() -> None:
+        with contextlib.suppress(Exception):  # however a client is told that it was cut off
+            going.wait(on_stdout=first.append)
+
+    following = threading.Thread(target=follow)
+    following.start()
+    time.sleep(1)
+    move(pair, sandbox.sandbox_id, "local")
+    following.join(60)
+    assert not following.is_alive()
+    followed = sandbox.commands.connect(going.pid)
+    sandbox.files.write("/tmp/end", "", user="root")
+    with pytest.raises(e2b.CommandExitException) as ended:
+        followed.wait()
+    assert ended.value.exit_code == 7
+    numbers = [int(line.split()[1]) for line in ("".join(first) + ended.value.stdout).splitlines()]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
 def test_a_paused_one_moves_with_its_memory(pair: Machines, sandbox: Any) -> None:
     sandbox.commands.run("sleep 1000 & echo $! > /root/pid", user="root")
     sandbox.pause()
