@@ -16,7 +16,7 @@ from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.local import assemble
 from venusrl.sandboxes.protocol import HostDiskFull, Limits, RuntimeUnavailable, SandboxError
 from venusrl.sandboxes.runtimes.base import Footprint, Network
-from venusrl.sandboxes.runtimes.namespace import archive, egress, merging, orders, pageout, pages, userns
+from venusrl.sandboxes.runtimes.namespace import archive, egress, merging, orders, pageout, pages, userns, wire
 from venusrl.sandboxes.runtimes.namespace.blanks import Blanks
 from venusrl.sandboxes.runtimes.namespace.egress import Egress, Link
 
@@ -200,10 +200,10 @@ def test_ids_of_adopted_sandboxes_are_taken() -> None:
 
 def test_orders_cross_whole() -> None:
     order = orders.Make(1, "a", ("/x",), Limits(), 5, 6, "user", None)
-    frame = orders.encode(order)
+    frame = wire.encode(order)
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     assert orders.decode_order(frame[4:]) == order
-    assert orders.decode_answer(orders.encode(orders.Made(1, 7))[4:]) == orders.Made(1, 7)
+    assert orders.decode_answer(wire.encode(orders.Made(1, 7))[4:]) == orders.Made(1, 7)
 
 
 def test_what_keeps_memory_from_being_merged(tmp_path: Path) -> None:

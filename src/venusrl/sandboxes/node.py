@@ -34,7 +34,7 @@ from venusrl.sandboxes.protocol import (
     SandboxGone,
 )
 from venusrl.sandboxes.runtimes.namespace import program, wire
-from venusrl.sandboxes.runtimes.namespace.client import LauncherClient
+from venusrl.sandboxes.runtimes.namespace.helper import LAUNCHER, Helper
 from venusrl.sandboxes.templates import roots as templates
 
 _T = TypeVar("_T")
@@ -81,7 +81,7 @@ class EmbeddedNode:
         self._config = config or NodeConfig()
         self._registry = ownership.Registry(self._root)
         self._node_id = uuid.uuid4().hex[:12]
-        self._client: LauncherClient | None = None
+        self._client: Helper[wire.Reply] | None = None
         self._starting = asyncio.Lock()
         self._launches = 0
         self._commands = asyncio.Semaphore(self._config.concurrent_commands)
@@ -232,7 +232,7 @@ class EmbeddedNode:
         assert isinstance(reply, wire.Ran)
         return reply.result
 
-    async def _stop(self, client: LauncherClient, number: int) -> None:
+    async def _stop(self, client: Helper[wire.Reply], number: int) -> None:
         with suppress(SandboxGone):  # a launcher that ended has ended its commands
             await client.ask(lambda mine: wire.Cancel(mine, number), _ANSWER_S)
 
@@ -254,13 +254,13 @@ class EmbeddedNode:
         except KeyError:
             raise SandboxGone(f"sandbox {sandbox} does not exist (any more)") from None
 
-    def _serving(self, sandbox: str) -> LauncherClient:
+    def _serving(self, sandbox: str) -> Helper[wire.Reply]:
         self._known(sandbox)
         if self._client is None:
             raise SandboxGone(f"sandbox {sandbox} went with its launcher")
         return self._client
 
-    async def _launcher(self) -> LauncherClient:
+    async def _launcher(self) -> Helper[wire.Reply]:
         """The running launcher; a new one when there is none."""
         async with self._starting:
             if not self._open:
@@ -269,11 +269,11 @@ class EmbeddedNode:
                 self._client = await self._launch()
             return self._client
 
-    async def _launch(self) -> LauncherClient:
+    async def _launch(self) -> Helper[wire.Reply]:
         bubblewrap = await asyncio.to_thread(program.find)
         if self._clearing is not None:
             await self._clearing
-        client = await LauncherClient.start(self._registry.log(self._node_id), self._on_end)
+        client = await Helper.start(LAUNCHER, self._registry.log(self._node_id), self._on_end)
         config = self._config
         try:
             report = await client.ask(

@@ -36,7 +36,8 @@ from venusrl.sandboxes.runtimes.namespace import (
     userns,
     wire,
 )
-from venusrl.sandboxes.runtimes.namespace.orders import Answer, Made, Make, Prepare, Ready
+from venusrl.sandboxes.runtimes.namespace.orders import Made, Make, Prepare, Ready
+from venusrl.sandboxes.runtimes.namespace.owner import Owner
 from venusrl.sandboxes.runtimes.namespace.userns import IdSlot
 
 _READ = 1 << 16
@@ -50,18 +51,13 @@ class Forge:
     """Serves one runtime over ``connection`` until it closes."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._connection = connection
         self._selector = selectors.DefaultSelector()
-        self._selector.register(connection, selectors.EVENT_READ, self._on_request)
-        self._incoming = bytearray()
-        self._outgoing = bytearray()
+        self._owner = Owner(connection, self._selector, lambda body: self._handle(orders.decode_order(body)))
         self._tools: making.Tools | None = None
         self._maker = ""
         self._furniture: OrderedDict[tuple[tuple[str, ...], str], making.Furniture] = OrderedDict()
         self._waiting: set[Birth] = set()
         self._namespaces: OrderedDict[int, int] = OrderedDict()
-        self._open = True
         self._lock = -1
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -71,61 +67,22 @@ class Forge:
 
     def serve(self) -> None:
         """Until the runtime is gone."""
-        while self._open:
+        while self._owner.here:
             for key, _ in self._selector.select():
                 key.data()
-
-    # -- the socket
-
-    def _on_request(self) -> None:
-        try:
-            data = self._connection.recv(_READ)
-        except BlockingIOError:
-            self._flush()
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
-            self._open = False
-            return
-        self._incoming += data
-        while len(self._incoming) >= wire.HEADER_BYTES:
-            end = wire.HEADER_BYTES + wire.body_length(bytes(self._incoming[: wire.HEADER_BYTES]))
-            if len(self._incoming) < end:
-                break
-            body = bytes(self._incoming[wire.HEADER_BYTES : end])
-            del self._incoming[:end]
-            self._handle(orders.decode_order(body))
-        self._flush()
-
-    def _reply(self, message: Answer) -> None:
-        self._outgoing += orders.encode(message)
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: self._connection.send(self._outgoing)]
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            self._open = False
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
-        self._selector.modify(self._connection, events, self._on_request)
 
     # -- requests
 
     def _handle(self, order: orders.Order) -> None:
         try:
             if isinstance(order, Prepare):
-                self._reply(self._prepare(order))
+                self._owner.reply(self._prepare(order))
             else:
                 self._make(order)
         except SandboxError as error:
-            self._reply(wire.failure(order.id, error))
+            self._owner.reply(wire.failure(order.id, error))
         except OSError as error:
-            self._reply(wire.failure(order.id, HostDiskFull(f"a sandbox could not be made: {error}")))
+            self._owner.reply(wire.failure(order.id, HostDiskFull(f"a sandbox could not be made: {error}")))
 
     def _prepare(self, order: Prepare) -> Ready:
         self._wait_for_predecessors(f"{order.state}/{_LOCK}")
@@ -244,10 +201,10 @@ class Forge:
         os.close(birth.answered)
         self._no_more(birth)
         if not birth.said:  # the agent runs; or its maker was killed, which its pidfd will tell
-            self._reply(Made(birth.order.id, birth.child))
+            self._owner.reply(Made(birth.order.id, birth.child))
             return
         self._undo(birth.order)
-        self._reply(wire.failure(birth.order.id, making.error(birth.plan, bytes(birth.said))))
+        self._owner.reply(wire.failure(birth.order.id, making.error(birth.plan, bytes(birth.said))))
 
     def _fill(self, birth: Birth) -> None:
         """The disk is there: a child fills it."""

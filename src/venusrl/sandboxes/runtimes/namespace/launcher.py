@@ -31,8 +31,8 @@ from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError, Sandbox
 from venusrl.sandboxes.runtimes.namespace import wire
 from venusrl.sandboxes.runtimes.namespace.command import Command
 from venusrl.sandboxes.runtimes.namespace.machine import Machine
+from venusrl.sandboxes.runtimes.namespace.owner import Owner
 
-_READ = 1 << 18
 _SKIM_PAUSE_S = 0.004
 """After its limit a stream is read one pipe's worth each pause: a flood then costs about 16 MB/s to drain."""
 
@@ -41,22 +41,17 @@ class Launcher:
     """Serves one node over ``connection`` until it closes."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._connection = connection
         self._selector = selectors.DefaultSelector()
-        self._selector.register(connection, selectors.EVENT_READ, self._on_request)
-        self._incoming = bytearray()
-        self._outgoing = bytearray()
+        self._owner = Owner(connection, self._selector, lambda body: self._take(wire.decode_request(body)))
         self._inbox: deque[wire.Request] = deque()
         self._machine: Machine | None = None
         self._running: dict[int, Running] = {}
         self._condemned: dict[str, list[int]] = {}
-        self._open = True
 
     def serve(self) -> None:
         """Until the node is gone."""
         try:
-            while self._open:
+            while self._owner.here:
                 for key, _ in self._selector.select(self._wait_s()):
                     key.data()
                 if self._inbox:
@@ -68,27 +63,7 @@ class Launcher:
             if self._machine is not None:
                 self._machine.close()
 
-    # -- the socket
-
-    def _on_request(self) -> None:
-        try:
-            data = self._connection.recv(_READ)
-        except BlockingIOError:
-            self._flush()
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
-            self._open = False
-            return
-        self._incoming += data
-        while len(self._incoming) >= wire.HEADER_BYTES:
-            end = wire.HEADER_BYTES + wire.body_length(bytes(self._incoming[: wire.HEADER_BYTES]))
-            if len(self._incoming) < end:
-                return
-            body = bytes(self._incoming[wire.HEADER_BYTES : end])
-            del self._incoming[:end]
-            self._take(wire.decode_request(body))
+    # -- requests
 
     def _take(self, request: wire.Request) -> None:
         match request:
@@ -106,25 +81,7 @@ class Launcher:
         dropped = [waiting for waiting in self._inbox if given_up(waiting)]
         for request in dropped:
             self._inbox.remove(request)
-            self._reply(wire.failure(request.id, SandboxGone("it was given up before its turn came")))
-
-    def _reply(self, message: wire.Reply) -> None:
-        self._outgoing += wire.encode(message)
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: self._connection.send(self._outgoing)]
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            self._open = False
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
-        self._selector.modify(self._connection, events, self._on_request)
-
-    # -- requests
+            self._owner.reply(wire.failure(request.id, SandboxGone("it was given up before its turn came")))
 
     def _handle(self, request: wire.Request) -> None:
         try:
@@ -132,7 +89,7 @@ class Launcher:
         except (SandboxError, FileNotFoundError) as error:
             reply = wire.failure(request.id, error)
         if reply is not None:
-            self._reply(reply)
+            self._owner.reply(reply)
 
     def _answer(self, request: wire.Request) -> wire.Reply | None:
         """The reply, or None when it comes later."""
@@ -221,15 +178,15 @@ class Launcher:
         del self._running[request.id]
         if running.command.init_pid is None:
             self._end_strays()
-        self._reply(self._machine.ended(request, running.command))
+        self._owner.reply(self._machine.ended(request, running.command))
         for waiting in running.waiting:
-            self._reply(wire.Done(waiting))
+            self._owner.reply(wire.Done(waiting))
         if request.sandbox in self._condemned and not any(
             other.request.sandbox == request.sandbox for other in self._running.values()
         ):
             self._machine.remove(request.sandbox)
             for killer in self._condemned.pop(request.sandbox):
-                self._reply(wire.Done(killer))
+                self._owner.reply(wire.Done(killer))
 
     def _end_strays(self) -> None:
         """A monitor killed before it could name its PID 1 leaves that one to us."""

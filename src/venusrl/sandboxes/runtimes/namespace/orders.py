@@ -12,7 +12,6 @@ from typing import Literal
 import msgspec
 
 from venusrl.sandboxes.protocol import Limits
-from venusrl.sandboxes.runtimes.namespace import wire
 from venusrl.sandboxes.runtimes.namespace.wire import Failed
 
 Disk = Literal["memory", "file"]
@@ -87,13 +86,6 @@ Answer = Ready | Made | Failed
 
 _order = msgspec.msgpack.Decoder(Order)
 _answer = msgspec.msgpack.Decoder(Answer)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Order | Answer) -> bytes:
-    """One frame."""
-    body = _encoder.encode(message)
-    return len(body).to_bytes(wire.HEADER_BYTES, "big") + body
 
 
 def decode_order(body: bytes) -> Order:

@@ -34,13 +34,14 @@ from venusrl.sandboxes.runtimes.namespace.cgroup import NodeGroups
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.runtimes.namespace.forge import SOCKETS, STAGE
 from venusrl.sandboxes.runtimes.namespace.groups import PersistentGroup
+from venusrl.sandboxes.runtimes.namespace.helper import FORGE, Helper
 from venusrl.sandboxes.runtimes.namespace.instance import FILES, RUNTIME, Init, NamespaceInstance, Record, start_time
-from venusrl.sandboxes.runtimes.namespace.link import ForgeLink
 from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.api import Image
 
 _KEPT, _NETWORK, _DISKS = "paused", "network", "disks"
 _READY_S, _READY_EVERY_S = 25.0, 0.1
+_ANSWER_S = 60.0
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
@@ -60,7 +61,7 @@ class NamespaceRuntime:
         self._groups: NodeGroups | None = None
         self._agent_program = self._maker_program = ""
         self._sockets = -1
-        self._link: ForgeLink | None = None
+        self._link: Helper[orders.Answer] | None = None
         self._starting = asyncio.Lock()
         self._instances: dict[str, NamespaceInstance] = {}
         self._residency = pages.Residency()
@@ -189,7 +190,7 @@ class NamespaceRuntime:
             user, merge = spec.image.user, spec.merge and merging.why_not() is None
             return orders.Make(number, spec.id, layers, spec.limits, base, count, user, archive, boot_id, merge, blank)
 
-        work = asyncio.create_task(link.ask(order), name=f"making sandbox {spec.id}")
+        work = asyncio.create_task(link.ask(order, _ANSWER_S), name=f"making sandbox {spec.id}")
         try:
             made = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -299,12 +300,12 @@ class NamespaceRuntime:
         if self._pool is not None and base is not None:
             self._pool.give_back(self._pool.slot(base))
 
-    async def _forge(self) -> ForgeLink:
+    async def _forge(self) -> Helper[orders.Answer]:
         """The running forge; a new one when there is none."""
         async with self._starting:
             if self._link is not None and self._link.ended is None:
                 return self._link
-            link = await ForgeLink.start(self._state / "forge.log")
+            link = await Helper.start(FORGE, self._state / "forge.log")
             slot = None if self._pool is None else self._pool.first()
             base, count = (None, 1) if slot is None else (slot.base, slot.count)
             told = (
@@ -315,7 +316,7 @@ class NamespaceRuntime:
                 ("agent", "--fd", str(orders.AGENT_LISTENER)),
             )
             try:
-                await link.ask(lambda number: orders.Prepare(number, *told, base, count))
+                await link.ask(lambda number: orders.Prepare(number, *told, base, count), _ANSWER_S)
             except BaseException:  # whatever it was, cancelled included, leaves no process
                 await link.close()
                 raise

@@ -133,8 +133,8 @@ _reply = msgspec.msgpack.Decoder(Reply)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Request | Reply) -> bytes:
-    """One frame."""
+def encode(message: msgspec.Struct) -> bytes:
+    """One frame; the forge's messages (``orders.py``) have the same."""
     body = _encoder.encode(message)
     return _HEADER.pack(len(body)) + body
 
