@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from venusrl.sandboxes.host import arrivals, move_line, server
-from venusrl.sandboxes.host.api import Host, Order, Peer
+from venusrl.sandboxes.host.api import Address, Host, Moving, Order, Peer
 from venusrl.sandboxes.host.errors import HostLost, MoveUnsupported
 from venusrl.sandboxes.host.local import HostConfig, LocalHost
 from venusrl.sandboxes.host.remote import RemoteHost
@@ -194,6 +194,41 @@ async def test_a_lost_answer_is_found_out_over_a_restart(
             here.host.cells.running("a")
     assert await here.host.settle("a", there.host) is arrived
     assert running(sides) == (["there"] if arrived else ["here"])
+    await close(sides)
+
+
+async def test_a_stranger_gets_no_stream(tmp_path: Path) -> None:
+    """Not without the token, and none twice."""
+    sides = await pair(tmp_path)
+    here, there = sides["here"].host, sides["there"].host
+    offer = there.offer
+    refused: list[bytes] = []
+
+    async def knock(address: Address, token: str, stream: str) -> None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        await move_line.say(writer, move_line.Word("hello", token=token, stream=stream))
+        refused.append(await asyncio.wait_for(reader.read(), 10))
+        writer.close()
+
+    async def watched(move: Moving) -> Address:
+        address = await offer(move)
+        await knock(address, "0" * 64, "memory")
+        await knock(address, address.token, "")
+        opened.append(address)
+        return address
+
+    async def again(step: Step) -> None:
+        if step == "accepted":
+            await knock(opened[0], opened[0].token, "memory")
+
+    opened: list[Address] = []
+    there.offer = watched  # type: ignore[method-assign]
+    sides["there"].runtime.at = again
+    assert (await here.move("a", there)).how == "live"
+    assert refused == [b"", b"", b""]
+    assert await there.has("a")
+    with pytest.raises(ConnectionRefusedError):
+        await knock(opened[0], opened[0].token, "disk")  # the listener was for one move
     await close(sides)
 
 
