@@ -271,6 +271,20 @@ async def test_a_snapshot_of_a_lost_node_can_be_had_elsewhere(tmp_path: Path) ->
         assert list(hosts[1].snapshots) == [snapshot]
 
 
+async def test_a_snapshot_of_a_lost_node_can_be_removed(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    hosts = fake_hosts(clock, 2)
+    async with environment(tmp_path, hosts=hosts, clock=clock, copies=True, node_grace_s=15.0, grace_s=5.0) as env:
+        sandbox = await env.create()
+        snapshot = (await env.call("POST", f"/sandboxes/{sandbox}/snapshots", {}))[1]["snapshotID"]
+        with silent(hosts[0]):
+            await env.clock.run_for(30)
+            assert (await env.call("DELETE", f"/templates/{snapshot}"))[0] == 204
+            assert (await env.call("DELETE", f"/templates/{snapshot}"))[0] == 404
+        await env.clock.run_for(60)
+        assert hosts[0].snapshots == {}
+
+
 async def test_a_node_that_is_given_up_keeps_what_has_a_copy(tmp_path: Path) -> None:
     clock = VirtualClock()
     hosts = fake_hosts(clock, 2)

@@ -16,12 +16,13 @@ import logging
 from msgspec.structs import replace
 
 from venusrl.sandboxes.host.api import SnapshotInfo
+from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.manager import asks, tokens
 from venusrl.sandboxes.manager.asks import Ask
 from venusrl.sandboxes.manager.errors import Conflict, Invalid, NotFound
 from venusrl.sandboxes.manager.manager import Manager
 from venusrl.sandboxes.manager.records import Key, Record, SnapshotRecord
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone, TemplateNotFound
 
 _log = logging.getLogger(__name__)
 MAX_FORKS = 20
@@ -74,14 +75,14 @@ class Forks:
         ]
 
     async def remove(self, tenant: str, name: str) -> None:
-        """By id or name. Raises NotFound."""
+        """By id or name. Raises NotFound. On a node that is lost it is removed when that one is back."""
         manager = self._manager
         found = manager.find_snapshot(tenant, name)
         if found is None:
             raise NotFound(f"snapshot {name!r} was not found")
         try:
             await manager.fleet.host(found.host).remove_snapshot(found.id)
-        except SandboxGone as error:
+        except (SandboxGone, TemplateNotFound, HostLost) as error:
             _log.info("removing %s: %s", found.id, error)
         manager.snapshots.pop(found.id, None)
         manager.store.remove_snapshot(found.id)

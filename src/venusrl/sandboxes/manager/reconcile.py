@@ -26,7 +26,7 @@ from venusrl.sandboxes.manager.fleet import Node
 from venusrl.sandboxes.manager.manager import Manager
 from venusrl.sandboxes.manager.moving import Mover
 from venusrl.sandboxes.manager.records import Record
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone, TemplateNotFound
 
 _log = logging.getLogger(__name__)
 _MOVING_AT_ONCE = 2
@@ -164,7 +164,7 @@ class Reconciler:
             _log.warning("ending the %s %s on %s: no record knows it", what, one, name)
             try:
                 await end(one)
-            except SandboxGone:
+            except (SandboxGone, TemplateNotFound):
                 pass
             except SandboxError as error:
                 _log.warning("the %s %s on %s could not be ended: %s", what, one, name, error)
