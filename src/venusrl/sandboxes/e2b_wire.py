@@ -40,6 +40,9 @@ _MAX_ANSWER = 4 << 20
 _REQUIRE_S = 10.0
 _ATTEMPTS = 4
 _BACKOFF_S = 0.2
+_FOLLOW_AGAIN = 6
+"""So often in a row a running command is connected to again."""
+_NOT_NOW = (409, 429, 503)
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -48,6 +51,10 @@ class Made(msgspec.Struct, frozen=True):
     id: str = msgspec.field(name="sandboxID")
     token: str = msgspec.field(name="envdAccessToken", default="")
     domain: str | None = None
+
+
+class _Left(SandboxError):
+    """The service ended a stream in order, and says that the sandbox cannot be reached: it moves, or has ended."""
 
 
 class Printed(msgspec.Struct, frozen=True):
@@ -155,17 +162,47 @@ class Wire:
     async def start(
         self, made: Made, user: str, args: list[str], env: dict[str, str], cwd: str, timeout_s: float
     ) -> AsyncIterator[Started | Printed | Ended]:
-        """Run a program. Raises SandboxGone, SandboxError, TimeoutError (the service ended it after ``timeout_s``)."""
-        message = {"process": {"cmd": args[0], "args": args[1:], "envs": env, "cwd": cwd}, "stdin": False}
+        """Run a program, and follow it to its end, over a move of its sandbox too. Raises SandboxGone, SandboxError,
+        TimeoutError (it was to end after ``timeout_s``)."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        command = {"cmd": args[0], "args": args[1:], "envs": env, "cwd": cwd}
+        call, message = "Start", {"process": command, "stdin": False}
+        pid = left = 0
+        while call:
+            follow, call = call, ""
+            try:
+                async for event in self._followed(made, user, follow, message, max(0.001, deadline - loop.time())):
+                    if not isinstance(event, Started):
+                        left = 0
+                        yield event
+                    elif not pid:
+                        pid = event.pid
+                        yield event
+            except _Left as error:
+                await self._require(made.id)
+                left += 1
+                if not pid or left > _FOLLOW_AGAIN:
+                    raise SandboxError(f"the sandbox {made.id} does not answer any more: {error}") from error
+                call, message = "Connect", {"process": {"pid": pid}}
+                await asyncio.sleep(_BACKOFF_S * 2**left)
+
+    async def _followed(
+        self, made: Made, user: str, call: str, message: dict[str, Any], timeout_s: float
+    ) -> AsyncIterator[Started | Printed | Ended]:
+        """The events of one stream. Raises _Left when the service let go of the program: what it says from then on is
+        kept for who connects to it. A connection that breaks is an error: what was on its way is lost."""
         data = json.dumps(message).encode()
         headers = self._headers(made, user) | {
             "Content-Type": "application/connect+json",
             "Connect-Protocol-Version": "1",
             "Connect-Timeout-Ms": str(max(1, int(timeout_s * 1000))),
         }
-        url = self._inside(made, "/process.Process/Start")
+        url = self._inside(made, f"/process.Process/{call}")
         try:
             async with self.session().post(url, data=_FRAME.pack(0, len(data)) + data, headers=headers) as response:
+                if response.status in _NOT_NOW and call == "Connect":
+                    raise _Left(f"status {response.status}")
                 if response.status != 200:
                     _check(response, await _bounded(response), SandboxGone)
                 async for flags, payload in _frames(response.content):
@@ -289,6 +326,8 @@ def _check_end(payload: bytes) -> None:
     code, message = error.get("code"), str(error.get("message", ""))
     if code == "deadline_exceeded":
         raise TimeoutError(message)
+    if code == "unavailable":
+        raise _Left(message)
     raise SandboxError(f"{code}: {message}")
 
 
