@@ -1,6 +1,6 @@
 """The environment service with many sandboxes: its latencies among them, and what it leaves behind.
 
-    python benchmarks/env_scale.py [--alive 1000] [--lives 10000] [--at-once 16] [--shared] [--json]
+    python benchmarks/env_scale.py [--alive 1000] [--lives 10000] [--at-once 16] [--warm 120] [--shared] [--json]
 
 Starts ``venusrl env serve`` (namespace runtime) as a process of its own and talks to it over HTTP as a client does.
 First so many sandboxes live at once: how fast ``--at-once`` clients make them, and, with all alive and one client
@@ -286,6 +286,15 @@ async def live(service: Service, number: int, at_once: int) -> dict[str, float]:
     return await together(number, at_once, "lives", one)
 
 
+async def warm(service: Service, number: int, seconds: float) -> None:
+    """Let some live for a while: admission counts ages of a template that it has never seen as the declared size."""
+    if seconds:
+        made = [(await make(service.wire))[0] for _ in range(number)]
+        await asyncio.sleep(seconds)
+        for one in made:
+            await service.wire.kill(one.id, CALL_S)
+
+
 async def settled(service: Service, before: dict[str, int], *, shared: bool) -> dict[str, int]:
     """What there is once nothing goes away any more. Orphans that ended were given to this process: it takes them."""
     deadline = time.monotonic() + SETTLE_S
@@ -301,6 +310,7 @@ async def settled(service: Service, before: dict[str, int], *, shared: bool) -> 
 async def measure(service: Service, options: argparse.Namespace) -> dict[str, Any]:
     try:
         await live(service, 4 * options.at_once, options.at_once)  # what is made once for all is there then
+        await warm(service, options.at_once, options.warm)
         before = count(service)
         alive = await many_alive(service, options.alive, options.at_once) if options.alive else {}
         between = await settled(service, before, shared=options.shared)
@@ -312,6 +322,7 @@ async def measure(service: Service, options: argparse.Namespace) -> dict[str, An
         "alive": options.alive,
         "lives": options.lives,
         "at_once": options.at_once,
+        "warm_s": options.warm,
         "with_all_alive": alive,
         "one_after_another": lives,
         "refused_for_want_of_room": dict(refusals),
@@ -331,6 +342,7 @@ def main() -> None:
     )
     parser.add_argument("--lives", type=int, default=10_000, help="so many one after another; 0 = none")
     parser.add_argument("--at-once", type=int, default=16, help="clients")
+    parser.add_argument("--warm", type=float, default=0.0, help="seconds that some live before, for admission to learn")
     parser.add_argument("--shared", action="store_true", help="others use this machine too")
     parser.add_argument("--log", type=Path, help="keep the service's log in this file")
     parser.add_argument("--json", action="store_true", help="one line")
