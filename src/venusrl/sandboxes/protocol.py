@@ -33,6 +33,10 @@ class SandboxGone(SandboxError):
     reason = "sandbox_gone"
 
 
+class SandboxMoving(SandboxGone):
+    """It goes on on another node, where what it says is kept for whoever connects again."""
+
+
 class SandboxPaused(SandboxError):
     """The sandbox is paused: resume it first."""
 

@@ -37,7 +37,7 @@ from venusrl.sandboxes.agent.api import (
     Stream,
     Usage,
 )
-from venusrl.sandboxes.protocol import SandboxGone
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone
 
 Event = Output | Exit
 
@@ -362,7 +362,7 @@ class MemoryAgent:
     async def _serve(self, port: int, stream: Stream) -> None:
         await self.ports[port](stream)
 
-    async def close(self) -> None:
+    async def close(self, error: SandboxError | None = None) -> None:
         self.closed = True
 
     def die(self) -> None:

@@ -226,8 +226,9 @@ class Agent(Protocol):
         """A TCP connection to 127.0.0.1:``port`` (or ::1) inside. Raises unavailable when nothing listens."""
         ...
 
-    async def close(self) -> None:
-        """Let go of the connection; the sandbox goes on."""
+    async def close(self, error: SandboxError | None = None) -> None:
+        """Let go of the connection; the sandbox goes on. ``error``: what whoever still waits gets instead of
+        SandboxGone."""
         ...
 
 

@@ -31,7 +31,7 @@ from venusrl.sandboxes.agent.api import (
 )
 from venusrl.sandboxes.agent.follow import Followed, Handle
 from venusrl.sandboxes.agent.link import Channel, Connector, Line, Record
-from venusrl.sandboxes.protocol import SandboxGone
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone
 
 _LIST_LIMIT = 200_000
 _PROCESS_LIMIT = 4096
@@ -219,8 +219,8 @@ class AgentClient:
             raise
         return _Connection(channel)
 
-    async def close(self) -> None:
-        await self._line.close()
+    async def close(self, error: SandboxError | None = None) -> None:
+        await self._line.close(error)
 
     # -- asking
 

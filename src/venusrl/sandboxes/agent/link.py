@@ -280,14 +280,14 @@ class Line:
         channel.open = False
         self._channels.pop(channel.number, None)
 
-    async def close(self) -> None:
+    async def close(self, error: SandboxError | None = None) -> None:
         """What was taken is still said, so that whoever comes next does not get it again."""
         if self._writer is not None:
             with contextlib.suppress(OSError, TimeoutError):
                 self._writer.write(self._compose())
                 async with asyncio.timeout(_PARTING_S):
                     await self._writer.drain()
-        self._fail(SandboxGone("the connection to the sandbox was closed"))
+        self._fail(error or SandboxGone("the connection to the sandbox was closed"))
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from venusrl.sandboxes.envd.connect import STREAMING, Fault, deadline_s, end_frame, fault_of, frame
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxMoving, SandboxPaused
 
 KEEPALIVE_HEADER = "Keepalive-Ping-Interval"
 KEEPALIVE_S = 90.0
@@ -109,6 +109,10 @@ class ServerStream:
                 self._look()
         except Fault as fault:
             return fault
+        except SandboxMoving as moving:
+            if not self._response.prepared:
+                raise
+            return fault_of(moving)  # in order, unlike a sandbox's death: whoever followed it can connect again
         except (SandboxGone, SandboxPaused):
             raise
         except SandboxError as error:

@@ -164,11 +164,11 @@ class IdleAgent:
             await held.__aexit__(None, None, None)
             raise
 
-    async def close(self) -> None:
+    async def close(self, error: SandboxError | None = None) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._agent.close()
+        await self._agent.close(error)
 
 
 class _AwakeProcess:

@@ -21,7 +21,14 @@ import msgspec
 
 from venusrl.sandboxes.agent.api import Agent, Settings
 from venusrl.sandboxes.agent.client import AgentClient, unix
-from venusrl.sandboxes.protocol import BadPath, RuntimeUnavailable, SandboxError, SandboxGone, SandboxPaused
+from venusrl.sandboxes.protocol import (
+    BadPath,
+    RuntimeUnavailable,
+    SandboxError,
+    SandboxGone,
+    SandboxMoving,
+    SandboxPaused,
+)
 from venusrl.sandboxes.runtimes.base import Footprint, Network, Shortages, Snapshot, Spec
 from venusrl.sandboxes.runtimes.microvm import state
 from venusrl.sandboxes.runtimes.microvm.idle import IdleAgent, IdlePolicy
@@ -173,10 +180,10 @@ class MicroVm:
             raise SandboxGone(f"sandbox {self._spec.id} has ended")
         return self.vm
 
-    async def _hang_up(self) -> None:
+    async def _hang_up(self, error: SandboxError | None = None) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:
-            await agent.close()
+            await agent.close(error)
 
     async def _end_vm(self) -> None:
         """End the machine without its end being a death."""
@@ -300,7 +307,7 @@ class MicroVm:
 
     async def hang_up(self) -> None:
         """Let the agent go: the machine is about to run elsewhere."""
-        await self._hang_up()
+        await self._hang_up(SandboxMoving(f"sandbox {self._spec.id} goes on on another host: connect again"))
 
     def leave(self) -> None:
         """It is whole elsewhere. From now on the machine here runs no more, unless it ``stay``s."""
