@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -232,6 +233,22 @@ async def test_a_cancelled_creation_leaves_nothing(runtime: NamespaceRuntime, tm
         await asyncio.wait(runtime._tasks, timeout=WAIT_S)
     assert left_of(tmp_path / "ns") == []
     assert groups_of(tmp_path / "ns") == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_maker_that_dies_fails_its_sandbox_alone(runtime: NamespaceRuntime, tmp_path: Path, kept: bool) -> None:
+    before = await runtime.create(spec("before"))
+    snapshot = await before.snapshot(tmp_path / "snapshot")
+    assert runtime._link is not None
+    await runtime._link.close()
+    maker, runtime._maker_program = runtime._maker_program, str(shutil.which("false"))
+    with pytest.raises(SandboxError, match="ended as it began"):
+        async with asyncio.timeout(WAIT_S):
+            await (runtime.restore(spec("dead"), snapshot) if kept else runtime.create(spec("dead")))
+    await runtime._link.close()
+    runtime._maker_program = maker
+    assert await output(await runtime.create(spec("dead")), "echo alive") == "alive"
+    assert await output(before, "echo alive") == "alive"
 
 
 async def test_the_end_of_pid_1_is_told(runtime: NamespaceRuntime, tmp_path: Path) -> None:

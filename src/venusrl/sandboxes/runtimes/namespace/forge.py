@@ -240,8 +240,9 @@ class Forge:
         with suppress(BlockingIOError):
             os.read(self._wake, _READ)
         with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
+            while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                for birth in [each for each in self._waiting if each.child == ended]:
+                    self._no_more(birth)  # it will not come to where its disk is filled
 
 
 class Birth:
