@@ -126,8 +126,9 @@ class Fleet:
         return True
 
     async def refresh_all(self) -> tuple[list[str], list[str]]:
-        """Ask every host; the names of those that are lost, and of those just back again."""
+        """Ask every host; the names of those that are lost, and of those that answer again (with old copies, maybe)."""
         names = list(self.nodes)
+        failing = {name for name in names if self.nodes[name].failure}
         await asyncio.gather(*(self.refresh(name) for name in names))
         lost, back = [], []
         now = self._clock.monotonic()
@@ -137,7 +138,7 @@ class Fleet:
                 continue
             silence = now - node.answered if node.failure else 0.0  # whoever else was slow this round
             node.silent = silence > self._lease_s
-            if node.lost and not node.failure:
+            if not node.failure and (node.lost or name in failing):
                 node.lost = False
                 back.append(name)
             elif not node.lost and silence > self._grace_s:
