@@ -1,6 +1,6 @@
 """Scheduling policies side by side on the real demo: wall time a step and how long the trainer idles.
 
-    python benchmarks/policies.py [--policies fcfs venus] [--pairs 2] [--steps 6] [--out runs/policies]
+    python benchmarks/policies.py [--policies fcfs venus] [--pairs 2] [--steps 6] [--set KEY=VALUE ...] [--out DIR]
 
 Arms alternate, and their order is reversed from pair to pair, so that a machine that gets slower meets both alike;
 seeds are paired. No evaluation runs beside. The first step holds the engine's start and is left out of the times.
@@ -40,12 +40,12 @@ def measure(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def one(run_dir: Path, policy: str, seed: int, steps: int) -> dict[str, Any]:
+def one(run_dir: Path, policy: str, seed: int, steps: int, settings: dict[str, object]) -> dict[str, Any]:
     """A run with the machine's load around it; kept beside the run, for a reused one."""
     kept = run_dir / "load.json"
     before = os.getloadavg()[0]
     fresh = not kept.is_file()
-    summary = ensure("demo", run_dir, overrides(policy, seed, steps))
+    summary = ensure("demo", run_dir, {**overrides(policy, seed, steps), **settings})
     if fresh:
         kept.write_text(json.dumps([before, os.getloadavg()[0]]) + "\n")
     return {"policy": policy, "seed": seed, "load": json.loads(kept.read_text()), **measure(run_dir, summary)}
@@ -56,14 +56,16 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["fcfs", "venus"])
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe; VALUE as JSON")
     parser.add_argument("--out", type=Path, default=Path("runs/policies"))
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps: the first step is left out, so that there must be two at least")
+    settings = {key: json.loads(value) for key, _, value in (word.partition("=") for word in args.set)}
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
     for pair in range(args.pairs):
         for policy in args.policies if pair % 2 == 0 else reversed(args.policies):
-            runs[policy].append(one(args.out / f"{policy}-{pair}", policy, pair, args.steps))
+            runs[policy].append(one(args.out / f"{policy}-{pair}", policy, pair, args.steps, settings))
     base = runs[args.policies[0]]
     ratios = {
         policy: interval([b["step_s"] / r["step_s"] for b, r in zip(base, found, strict=True)])
