@@ -13,7 +13,7 @@ remembered for ten minutes.
 
 How a runtime starts it. The program comes from ``await build.program()`` (a path on the host; bind or copy it in):
 
-* namespace: ``agent --fd N``, as PID 1 (``bwrap --as-pid-1``), N an inherited, bound and listening Unix stream socket
+* namespace: ``agent --fd N``, as PID 1, N an inherited, bound and listening Unix stream socket
   without close-on-exec. Its path stays outside the sandbox; the host connects with ``AgentClient(client.unix(path))``.
   No environment is needed. It must be root of its user namespace, with CAP_SETUID, CAP_SETGID, CAP_KILL and, so that
   root inside is root, CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID; a new devpts at /dev/pts, /proc, /dev/ptmx.
