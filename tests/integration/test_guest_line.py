@@ -79,6 +79,7 @@ async def test_a_line_cut_again_and_again_loses_and_repeats_nothing(inside: Gues
     await asyncio.gather(lines(), echo(), files(), commands())
     cutter.cancel()
 
+
 async def test_commands_through_cuts_run_exactly_once(inside: Guest, tmp_path: Path) -> None:
     cutter = asyncio.create_task(cutting(inside, random.Random(5)))
     await asyncio.gather(

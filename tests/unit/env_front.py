@@ -14,8 +14,8 @@ from aiohttp import web
 
 from venusrl.sandboxes.agent.api import AgentError, Stream
 from venusrl.sandboxes.envd import streams
-from venusrl.sandboxes.envd.connect import STREAMING, frame
 from venusrl.sandboxes.envd.about import NOTHING
+from venusrl.sandboxes.envd.connect import STREAMING, frame
 from venusrl.sandboxes.envd.door import Door
 from venusrl.sandboxes.host.api import Host
 from venusrl.sandboxes.manager.gateway import Gateway, GatewayLimits, Route
