@@ -112,6 +112,13 @@ def test_the_paper_suite_is_the_grid_and_its_quick_version_six_cells() -> None:
         cells.find_suite("papers")
 
 
+def test_a_suite_can_be_run_in_part() -> None:
+    some = cells.find_suite("paper", places=["32b-B64-a1", "4b-B16-a0", "32b-B64-a1"])
+    assert [cell.name for cell in some.cells] == ["32b-B64-a1", "4b-B16-a0"]
+    with pytest.raises(cells.UnknownSuite, match="no cell '32b-B8-a1'; it has 4b-B16-a0, "):
+        cells.find_suite("paper", places=["32b-B8-a1"])
+
+
 def test_pressure_cells_have_the_pressure_of_their_name() -> None:
     context = cells.mean_context(OpenSwe())
     for cell in cells.find_suite("pressure", quick=True).cells:

@@ -65,6 +65,7 @@ def simulate(
     gpu: Annotated[str, typer.Option(help="For a recipe: h100 or h200.")] = "h100",
     steps: Annotated[int, typer.Option(min=1, help="For a recipe: optimizer steps to simulate.")] = 8,
     case: _Cases = None,
+    cell: Annotated[list[str] | None, typer.Option("--cell", help="Only these of a suite; repeat for more.")] = None,
 ) -> None:
     """Simulate scheduling policies: the real scheduler, modelled engines, trainer, tools and sandboxes.
 
@@ -73,6 +74,8 @@ def simulate(
     $ venusrl simulate paper --quick
 
     $ venusrl simulate pressure --policy venus --policy fcfs --seeds 3
+
+    $ venusrl simulate paper --cell 32b-B32-a1 --policy venus --policy slime
 
     $ venusrl simulate qwen3-4b-swe --workload openswe
 
@@ -89,7 +92,7 @@ def simulate(
         raise CommandError(
             "--case chooses among the cases of the suite validation: venusrl simulate validation --case ..."
         )
-    suite = _suite(what, policy or [], seeds, quick, workload, model, gpu, steps)
+    suite = _suite(what, policy or [], seeds, quick, workload, model, gpu, steps, cell or [])
     for name, package in suite.left_out.items():
         warn(f"policy {name} is left out: it needs {package}, which is not installed")
     folder = out or ROOT / (f"{suite.name}-quick" if quick else suite.name)
@@ -103,18 +106,28 @@ def simulate(
 
 
 def _suite(
-    what: str, policies: list[str], seeds: int | None, quick: bool, workload: str, model: str, gpu: str, steps: int
+    what: str,
+    policies: list[str],
+    seeds: int | None,
+    quick: bool,
+    workload: str,
+    model: str,
+    gpu: str,
+    steps: int,
+    places: list[str],
 ) -> Suite:
     from venusrl.recipe import RecipeError, load, shipped
     from venusrl.simulation.models import GPUS, MODELS
     from venusrl.simulation.suites import arms
-    from venusrl.simulation.suites.cells import SUITES, find_suite
+    from venusrl.simulation.suites.cells import SUITES, UnknownSuite, find_suite
     from venusrl.simulation.suites.from_recipe import recipe_suite
     from venusrl.simulation.workloads import WorkloadError
 
     try:
         if what in SUITES:
-            return find_suite(what, quick=quick, policies=policies, seeds=seeds)
+            return find_suite(what, quick=quick, policies=policies, seeds=seeds, places=places)
+        if places:
+            raise CommandError("--cell chooses among the cells of a suite; a recipe is one cell")
         if model not in MODELS or gpu not in GPUS:
             raise CommandError(f"models are {', '.join(MODELS)}; GPUs are {', '.join(GPUS)}")
         try:
@@ -127,7 +140,7 @@ def _suite(
         made = recipe_suite(recipe, _workload(workload), model=model, gpu=gpu, steps=steps, seeds=seeds or 3)
         chosen = [arms.arm(name) for name in policies] or made.arms
         return _replace(made, arms=chosen)
-    except (arms.UnknownArm, WorkloadError) as error:
+    except (arms.UnknownArm, UnknownSuite, WorkloadError) as error:
         raise CommandError(str(error)) from error
 
 

@@ -10,7 +10,7 @@ scenario of a cell is the loosest one: arms may be stricter (``arms.prepare``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from decimal import Decimal
 
 import msgspec
@@ -50,7 +50,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UnknownSuite(ValueError):
-    """There is no suite of that name; the message lists those there are."""
+    """There is no suite, or no cell, of that name; the message lists those there are."""
 
 
 def scenario(
@@ -215,15 +215,28 @@ SUITES: dict[str, Callable[[bool], Suite]] = {
 """By name; the argument asks for the quick version. ``validation`` is no comparison of policies: see ``validation``."""
 
 
-def find_suite(name: str, *, quick: bool = False, policies: Iterable[str] = (), seeds: int | None = None) -> Suite:
-    """The suite, with other policies or seeds if wanted. Raises UnknownSuite or ``UnknownArm``."""
+def find_suite(
+    name: str,
+    *,
+    quick: bool = False,
+    policies: Iterable[str] = (),
+    seeds: int | None = None,
+    places: Collection[str] = (),
+) -> Suite:
+    """The suite, with other policies or seeds if wanted, or only the cells named ``places``. Raises UnknownSuite or
+    ``UnknownArm``."""
     if name not in SUITES:
         raise UnknownSuite(f"there is no suite {name!r}; there are {', '.join(SUITES)}, validation")
     suite = SUITES[name](quick)
+    by_name = {cell.name: cell for cell in suite.cells}
+    for place in places:
+        if place not in by_name:
+            raise UnknownSuite(f"suite {name} has no cell {place!r}; it has {', '.join(by_name)}")
     wanted = [arm(policy) for policy in policies] or suite.arms
     left_out = {each.name: package for each in wanted if (package := missing(each))}
     chosen = [each for each in wanted if each.name not in left_out]
-    return msgspec.structs.replace(suite, arms=chosen, seeds=seeds or suite.seeds, left_out=left_out)
+    cells = [by_name[place] for place in dict.fromkeys(places)] or suite.cells
+    return msgspec.structs.replace(suite, cells=cells, arms=chosen, seeds=seeds or suite.seeds, left_out=left_out)
 
 
 def _compared() -> list[Arm]:
