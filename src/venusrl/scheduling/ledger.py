@@ -43,12 +43,14 @@ class Shared:
 @dataclass(slots=True)
 class Book:
     """One worker. ``used``: tokens of everything listed, reserves included; ``context``: of what is decoding;
-    ``changes`` grows with each change, so that what is computed from the book can be kept."""
+    ``idle_own``: of what idles, beyond shared prefixes; ``changes`` grows with each change, so that what is computed
+    from the book can be kept."""
 
     worker: str
     capacity: int
     used: int = 0
     context: int = 0
+    idle_own: int = 0
     changes: int = 0
     running: dict[str, Holding] = field(default_factory=dict)
     idle: dict[str, Holding] = field(default_factory=dict)
@@ -127,6 +129,7 @@ class Ledger:
         book.idle[trajectory] = holding
         book.context -= holding.tokens
         own = max(0, tokens - holding.prefix)
+        book.idle_own += own
         book.used += own - holding.own - holding.reserve
         book.changes += 1
         holding.own, holding.reserve, holding.running = own, 0, False
@@ -143,6 +146,7 @@ class Ledger:
             book.context -= holding.tokens
         else:
             del book.idle[trajectory]
+            book.idle_own -= holding.own
         book.changes += 1
         book.used -= holding.own + holding.reserve
         shared = book.shared[holding.group]

@@ -12,7 +12,7 @@ more than a share of the time: it holds up every sequence of its worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from venusrl.scheduling.fleet import Worker
@@ -81,16 +81,15 @@ class Admission:
         """Tokens kept for what the turn will generate."""
         return min(turn.max_tokens, int(_RESERVE * self._lengths.turn_tokens) + 1)
 
-    def enter(self, turn: PendingTurn, worker: Worker, view: View) -> list[str] | str:
-        """Whose KV must go for it to enter the worker, or why it may not."""
+    def enter(self, turn: PendingTurn, need: int, worker: Worker, view: View) -> list[str] | str:
+        """Whose KV must go for it to enter the worker, where it needs so much room, or why it may not."""
         refusal = view.refusal(turn, worker)
         if refusal is not None:
             return refusal
         if len(worker.running) >= worker.slots:
             return reasons.SLOTS
-        if self._is_kept(turn, worker, view):
+        if (self.claims or not self._settings.late_binding) and self._is_kept(turn, worker, view):
             return reasons.KV
-        need = self.need(turn, worker.name)
         background = self._level(turn) == BACKGROUND_LEVEL
         if background and self._settings.interference and self._disturbs(worker, view.now):
             return reasons.INTERFERENCE
@@ -98,7 +97,7 @@ class Admission:
             return reasons.PACING
         waited = view.now - turn.requested_at
         urgent = not background and waited >= self._settings.displace_after_s
-        yielding: Iterator[str] = iter(())
+        yielding: Iterable[str] = ()
         if self.claims.get(worker.name) == turn.trajectory:
             yielding = self._worse(turn, worker, view.now)
         elif urgent:
@@ -114,7 +113,8 @@ class Admission:
     def hopeless(self, need: int, worker: str) -> bool:
         """Whether there is no room for that many tokens, whoever asks (but for those who displace others)."""
         book = self._room.ledger.books[worker]
-        return bool(book.running) and book.used - self._room.spare(worker) + need > book.capacity
+        limit = int(self._settings.watermark * book.capacity)
+        return bool(book.running) and book.used - self._room.spare(worker) + need > limit
 
     def go_on(self, turn: PendingTurn, worker: Worker, now: float) -> list[str] | None:
         """Whose KV must go for a resident's next turn; None if nothing there yields to it."""

@@ -39,6 +39,8 @@ from venusrl.types import StopReason
 
 _PASSING = frozenset({"weights", "draining", "staleness_quota", reasons.NO_WORKER, reasons.SANDBOX_PAUSED})
 """Reasons that are replaced by the next one; others stay until the turn goes."""
+_OF_TOOLS = frozenset({ev.ToolStarted, ev.ToolFinished, ev.TokensGenerated})
+"""Events, most of all, that say something of lengths alone."""
 _SOON_S = 1.0
 _LEAST = 512
 """Tokens of room below which the queue is not looked at."""
@@ -77,6 +79,8 @@ class Venus(Policy):
     def observe(self, event: Event, view: View) -> None:
         self._now = view.now
         self.lengths.observe(event, view)
+        if type(event) in _OF_TOOLS:
+            return
         self.sandboxes.observe(event)
         match event:
             case ev.TurnRequested(trajectory=name):
@@ -200,8 +204,13 @@ class Venus(Policy):
         return level
 
     def _key(self, turn: PendingTurn) -> Key:
+        """Least slack first: when the trajectory's batch is due, less all that it takes."""
+        if self.settings.probing and turn.turn < self.settings.probe_turns:
+            return (0, 0.0, turn.requested_at)
         total = self.lengths.total(turn.trajectory) if self.settings.longest_first else 0.0
-        return (self._level(turn), self.frontier.cohort(turn.group), -total, turn.requested_at)
+        aged = self._level(turn) != self.frontier.level(turn.group)
+        due = 0.0 if aged else self.frontier.due(turn.group)
+        return (1, due - total, turn.requested_at)
 
     def _refresh(self, view: View) -> None:
         """At once with a new batch or version, within a second of other events, now and then for forecasts' sake."""
@@ -221,13 +230,15 @@ class Venus(Policy):
     def decide(self, view: View) -> Iterator[Decision]:
         self._now = view.now
         self._refresh(view)
-        self._dirty.update(dict.fromkeys(sorted(self.room.expire(view.now))))
+        for worker_name in sorted(self.room.expire(view.now)):
+            self._look_at(worker_name)
         fresh, self._fresh = self._fresh, {}
         for trajectory in fresh:
             turn = self.waiting.turns.get(trajectory)
             if turn is not None:
                 yield from self._arrive(turn, view)
-        yield from self.sandboxes.decide(view, self.waiting.last())
+        if self.sandboxes.due:
+            yield from self.sandboxes.decide(view, self.waiting.last())
         self._claim(view)
         if self.settings.preemption and self.admission.claims:
             yield from self.relief.preempt(view, self.waiting.turns)
@@ -259,9 +270,10 @@ class Venus(Policy):
         if reason == reasons.KV and self._among_first(turn):
             willing: list[tuple[float, Worker, list[str]]] = []
             for worker in view.workers.values():
-                if self.admission.hopeless(self.admission.need(turn, worker.name), worker.name):
+                need = self.admission.need(turn, worker.name)
+                if self.admission.hopeless(need, worker.name):
                     continue
-                answer = self.admission.enter(turn, worker, view)
+                answer = self.admission.enter(turn, need, worker, view)
                 if isinstance(answer, str):
                     reason = answer
                 else:
@@ -280,7 +292,7 @@ class Venus(Policy):
     def _among_first(self, turn: PendingTurn) -> bool:
         if self.waiting.queued <= self.settings.scan:
             return True
-        last = self.waiting.first(self.settings.scan)[-1]
+        last = self.waiting.at(self.settings.scan - 1)
         return self.waiting.key(turn.trajectory) <= self.waiting.key(last.trajectory)
 
     def _serve(self, worker: Worker, view: View) -> Iterator[Decision]:
@@ -291,11 +303,17 @@ class Venus(Policy):
         for trajectory in self.waiting.residents(worker.name):
             if self.waiting.home(trajectory) == worker.name:
                 yield from self._go_on(self.waiting.turns[trajectory], worker, view)
-        if not self._worth_a_look(worker):
+        if not self.waiting.queued:
+            return
+        before = self._least.get(worker.name, 0)
+        full = worker.name not in self.admission.claims and self.admission.hopeless(before, worker.name)
+        if full and not self._pressing():
             return
         least, tried, refused = 1 << 60, 0, {reasons.PACING: False, reasons.INTERFERENCE: False}
         for turn in self.waiting.first(4 * self.settings.scan):
             if tried >= self.settings.scan or len(worker.running) >= worker.slots:
+                break
+            if full and self._level(turn) == BACKGROUND_LEVEL:
                 break
             if refused[reasons.PACING] and not self.admission.started(turn.trajectory):
                 continue
@@ -306,16 +324,17 @@ class Venus(Policy):
                 if self._reasons.get(turn.trajectory) in _PASSING:
                     yield from self._hold(turn, barred)
                 continue
-            answer = self.admission.enter(turn, worker, view)
+            need = self.admission.need(turn, worker.name)
+            answer = self.admission.enter(turn, need, worker, view)
             if not isinstance(answer, str):
                 yield from self._send(turn, worker, answer, self._entry(turn))
                 continue
             tried += 1
             refused[answer] = True
-            least = min(least, self.admission.need(turn, worker.name))
+            least = min(least, need)
             if self._reasons.get(turn.trajectory) in _PASSING:
                 yield from self._hold(turn, answer)
-        self._least[worker.name] = least
+        self._least[worker.name] = min(least, before) if full else least
 
     def _joins(self, turn: PendingTurn) -> None:
         """The queue has one more, whose need may be less than that of those looked at before."""
@@ -324,11 +343,12 @@ class Venus(Policy):
             for worker, least in self._least.items():
                 self._least[worker] = min(least, need)
 
-    def _worth_a_look(self, worker: Worker) -> bool:
-        """Whether there may be room for somebody: less than the least that was found lacking is none."""
-        if not self.waiting.queued or worker.name in self.admission.claims:
-            return bool(self.waiting.queued)
-        return not self.admission.hopeless(self._least.get(worker.name, 0), worker.name)
+    def _pressing(self) -> bool:
+        """Whether the first of the queue may displace others: without room for the least that was found lacking,
+        only such turns are looked at."""
+        turn = self.waiting.at(0)
+        waited = self._now - turn.requested_at >= self.settings.displace_after_s
+        return waited and self._level(turn) != BACKGROUND_LEVEL
 
     def _has_room(self, worker: Worker) -> bool:
         return self.room.ledger.books[worker.name].free + self.room.spare(worker.name) >= _LEAST
@@ -377,7 +397,7 @@ class Venus(Policy):
             return True
         if self.settings.sticky or not self.waiting.queued or self._has_room(home):
             return False
-        return self.waiting.key(self.waiting.first(1)[0].trajectory) < self.waiting.key(turn.trajectory)
+        return self.waiting.key(self.waiting.at(0).trajectory) < self.waiting.key(turn.trajectory)
 
     def _elsewhere(self, turn: PendingTurn, home: Worker, view: View, *, stuck: bool) -> Worker | None:
         """Where to move to. Only while nobody waits for the room there; and where sessions are so many fewer that a
@@ -409,12 +429,11 @@ class Venus(Policy):
             claimant = self.waiting.turns.get(owner)
             if claimant is not None and self._barred(claimant, view) is not None:
                 self._dirty.update(dict.fromkeys(self.relief.release(owner)))
-        if not self.waiting.queued:
-            return
-        turn = self.waiting.first(1)[0]
-        waited = view.now - turn.requested_at >= self.settings.claim_after_s
-        if waited and self._level(turn) != BACKGROUND_LEVEL and self._barred(turn, view) is None:
-            self._look_at(self.relief.claim(turn, view))
+        for turn in self.waiting.first(self.settings.scan):
+            if self._level(turn) != BACKGROUND_LEVEL and self._barred(turn, view) is None:
+                if view.now - turn.requested_at >= self.settings.claim_after_s:
+                    self._look_at(self.relief.claim(turn, view))
+                return
 
     # --- carrying out -----------------------------------------------------------------------------------------
     def _send(self, turn: PendingTurn, worker: Worker, victims: list[str], reason: str) -> Iterator[Decision]:

@@ -44,6 +44,9 @@ class Relief:
         self._turns: dict[str, int] = {}
         self._preempted: dict[str, int] = {}
         self._moves: dict[str, int] = {}
+        self._looked: dict[str, tuple[int, float]] = {}
+        """By claimed worker: the order of groups when its turns were looked at, and when the first of those that had
+        not run for long was sent. Until the order changes or that one has run for long, nothing is new."""
 
     def sent(self, turn: PendingTurn, now: float) -> None:
         """Its turn runs."""
@@ -84,6 +87,12 @@ class Relief:
             patience = self._settings.preempt_after_s
             if turn is None or book is None or view.now - turn.requested_at < patience:
                 continue
+            order, oldest = self._looked.get(name, (-1, 0.0))
+            if order == self._frontier.changes and view.now - oldest < patience:
+                continue
+            sent = (self._sent_at.get(trajectory, view.now) for trajectory in book.running)
+            oldest = min((at for at in sent if view.now - at < patience), default=view.now)
+            self._looked[name] = (self._frontier.changes, oldest)
             for trajectory in self._long_background(book.running, view, patience):
                 self._preempted[trajectory] = self._preempted.get(trajectory, 0) + 1
                 self._sent_at[trajectory] = view.now
@@ -92,11 +101,12 @@ class Relief:
     def _long_background(self, running: Iterable[str], view: View, patience: float) -> list[str]:
         found = []
         for trajectory in running:
+            if view.now - self._sent_at.get(trajectory, view.now) < patience:
+                continue
             group = view.group(trajectory)
             if group is None or self._frontier.level(group.name) != BACKGROUND_LEVEL:
                 continue
-            long = view.now - self._sent_at.get(trajectory, view.now) >= patience
-            if long and self._preempted.get(trajectory, 0) < self._settings.max_preemptions:
+            if self._preempted.get(trajectory, 0) < self._settings.max_preemptions:
                 found.append(trajectory)
         return found
 

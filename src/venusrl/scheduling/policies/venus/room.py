@@ -143,6 +143,8 @@ class Room:
         victims: list[str] = []
         if lacking <= 0:
             return victims
+        if book.running and lacking > (book.idle_own if yielding else self.spare(worker)):
+            return None
         seen: set[str] = set()
         for source in (self._spare.get(worker, ()), yielding):
             for trajectory in source:

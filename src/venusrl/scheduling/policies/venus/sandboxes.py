@@ -65,6 +65,11 @@ class Sandboxes:
         """Whether it gave its sandbox away: its turn waits until it is back."""
         return trajectory in self._leaving or trajectory in self._back or trajectory in self._denied
 
+    @property
+    def due(self) -> bool:
+        """Whether there may be something to decide."""
+        return self._changed or bool(self._back)
+
     def reordered(self) -> None:
         """The frontier has changed."""
         self._changed = bool(self._denied)

@@ -85,9 +85,13 @@ class Waiting:
     def queued(self) -> int:
         return len(self._queue)
 
-    def first(self, count: int) -> list[PendingTurn]:
-        """The head of the queue."""
-        return [self.turns[t] for _, t in self._queue[:count]]
+    def first(self, count: int) -> Iterator[PendingTurn]:
+        """The head of the queue as it is now, each looked up when its turn comes."""
+        return (self.turns[t] for _, t in self._queue[:count])
+
+    def at(self, place: int) -> PendingTurn:
+        """The turn at that place of the queue, from 0."""
+        return self.turns[self._queue[place][1]]
 
     def last(self) -> Iterator[PendingTurn]:
         """The queue from its end."""
