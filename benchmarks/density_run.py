@@ -136,6 +136,9 @@ class Catalogue:
             raise TemplateNotFound(template)
         return self._images[template]
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     def names(self) -> tuple[str, ...]:
         return tuple(self._images)
 

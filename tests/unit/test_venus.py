@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from decimal import Decimal
 from typing import Any
@@ -198,6 +199,35 @@ def test_the_frontier_goes_before_what_was_asked_earlier() -> None:
     desk.up("w", 10_000)
     ((first, _, reason),) = sent(desk.said)
     assert (first[:2] in front, reason) == (True, "frontier")
+
+
+def test_who_needs_longer_than_a_step_more_goes_before_the_frontier() -> None:
+    """Slack: what is due a step later may wait for a step, less what it takes beyond the others."""
+    desk = Desk(groups=4, size=2, batch=2)
+    for name in ("g0/0", "g1/0", "g2/0", "g3/0"):
+        desk.ask(name, 6_000)
+    behind = [g for g in ("g0", "g1", "g2", "g3") if desk.policy.frontier.level(g) == 2]
+    step_s = desk.policy.frontier.due(behind[0]) / 2
+    assert step_s > 0  # not started: due two steps after the frontier, at staleness 1
+    total = desk.policy.lengths.total
+    for more, goes in ((1.9, "frontier"), (2.1, "background")):
+        late = {f"{behind[0]}/0": more * step_s}
+        desk.policy.lengths.total = lambda name, late=late: 1.0 + late.get(name, 0.0)  # type: ignore[method-assign]
+        desk.policy.waiting.reorder()
+        assert desk.policy.frontier.level(desk.policy.waiting.at(0).group) == (2 if goes == "background" else 1)
+    desk.policy.lengths.total = total  # type: ignore[method-assign]
+
+
+def test_steps_are_as_far_apart_as_versions_were_of_late() -> None:
+    desk = Desk(groups=4, size=2, batch=2)
+    desk.up("w", 100_000)
+    desk.ask("g0/0")
+    for version, interval in ((1, 100.0), (2, 300.0)):
+        desk.tell(ev.VersionPublished(version), after=interval - (1.0 if version == 1 else 0.0))
+    desk.tell(ev.Tick(), after=5.0)
+    dues = {g: desk.policy.frontier.due(g) for g in ("g0", "g1", "g2", "g3")}
+    # 0.5 * 100 + 0.5 * 300, twice for those not started; the last may not open yet.
+    assert sorted(dues.values()) == [0.0, 0.0, 400.0, math.inf]
 
 
 def test_a_turn_that_waited_long_displaces_background_at_the_end_of_its_turn() -> None:

@@ -16,8 +16,6 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Order groups by the best admissible batch; off: by age alone."""
     longest_first: bool = True
     """Among those due together, trajectories expected to be longest first; off: in the order of their requests."""
-    probing: bool = True
-    """The first turns of every trajectory before all others: they hold little KV and tell how long it will be."""
     retention: bool = True
     """Hold a gap's KV by value; off: until somebody needs the room, the least recently used first."""
     late_binding: bool = True
@@ -39,7 +37,6 @@ class VenusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of a worker's KV that admission fills."""
     overcommit: float = 2.0
     """Share of a worker's KV that residents, half-way through what they have left, may come to need together."""
-    probe_turns: int = 20
     refresh_s: float = 5.0
     """How often ranks follow the predictions when nothing structural happened."""
     ageing_s: float = 1800.0

@@ -205,12 +205,10 @@ class Venus(Policy):
 
     def _key(self, turn: PendingTurn) -> Key:
         """Least slack first: when the trajectory's batch is due, less all that it takes."""
-        if self.settings.probing and turn.turn < self.settings.probe_turns:
-            return (0, 0.0, turn.requested_at)
         total = self.lengths.total(turn.trajectory) if self.settings.longest_first else 0.0
         aged = self._level(turn) != self.frontier.level(turn.group)
         due = 0.0 if aged else self.frontier.due(turn.group)
-        return (1, due - total, turn.requested_at)
+        return (due - total, turn.requested_at)
 
     def _refresh(self, view: View) -> None:
         """At once with a new batch or version, within a second of other events, now and then for forecasts' sake."""
@@ -423,8 +421,8 @@ class Venus(Policy):
 
     # --- patience ---------------------------------------------------------------------------------------------
     def _claim(self, view: View) -> None:
-        """The first of the queue, if it is of the frontier and waited too long, keeps a worker's room for itself. Not
-        when it may go nowhere itself (its sandbox was paused): then it would keep out those who must end before it."""
+        """The first of the frontier in the queue, if it waited too long, keeps a worker's room for itself. Not when it
+        may go nowhere itself (its sandbox was paused): then it would keep out those who must end before it."""
         for owner in dict.fromkeys(self.admission.claims.values()):
             claimant = self.waiting.turns.get(owner)
             if claimant is not None and self._barred(claimant, view) is not None:
