@@ -20,6 +20,7 @@ from venusrl.sandboxes.admission.baselines import Declared, Usage
 from venusrl.sandboxes.admission.footprint import FootprintAdmission, FootprintConfig
 from venusrl.sandboxes.admission.traces import MIB, TEMPLATE_FILE, Life, Step, Trace, lives, program, warm_up
 from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec
+from venusrl.sandboxes.envd.about import About
 from venusrl.sandboxes.host.api import Order
 from venusrl.sandboxes.host.local import HostConfig, LocalHost
 from venusrl.sandboxes.protocol import Limits, SandboxDenied, SandboxError, TemplateNotFound
@@ -146,7 +147,9 @@ class Catalogue:
 class NoDoor:
     """Nobody calls from outside."""
 
-    async def serve(self, request: web.Request, agent: Agent, sandbox: str, port: int) -> web.StreamResponse:
+    async def serve(
+        self, request: web.Request, agent: Agent, sandbox: str, port: int, about: About
+    ) -> web.StreamResponse:
         raise web.HTTPNotFound
 
     def forget(self, sandbox: str) -> None:

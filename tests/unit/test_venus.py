@@ -209,13 +209,12 @@ def test_who_needs_longer_than_a_step_more_goes_before_the_frontier() -> None:
     behind = [g for g in ("g0", "g1", "g2", "g3") if desk.policy.frontier.level(g) == 2]
     step_s = desk.policy.frontier.due(behind[0]) / 2
     assert step_s > 0  # not started: due two steps after the frontier, at staleness 1
-    total = desk.policy.lengths.total
+    totals: dict[str, float] = {}
+    desk.policy.lengths.total = lambda trajectory: totals.get(trajectory, 1.0)  # type: ignore[method-assign]
     for more, goes in ((1.9, "frontier"), (2.1, "background")):
-        late = {f"{behind[0]}/0": more * step_s}
-        desk.policy.lengths.total = lambda name, late=late: 1.0 + late.get(name, 0.0)  # type: ignore[method-assign]
+        totals[f"{behind[0]}/0"] = 1.0 + more * step_s
         desk.policy.waiting.reorder()
         assert desk.policy.frontier.level(desk.policy.waiting.at(0).group) == (2 if goes == "background" else 1)
-    desk.policy.lengths.total = total  # type: ignore[method-assign]
 
 
 def test_steps_are_as_far_apart_as_versions_were_of_late() -> None:
