@@ -4,14 +4,14 @@ Owns: the history of gaps (from a turn's end to the next request) and the price 
 know: which trajectory is more urgent, what is resident where.
 
 A gap is worth holding for another h seconds when what that saves on average exceeds what it costs. Holding c tokens
-of a worker of C tokens takes the share c/C of that worker; computing them again takes all of it for ``prefill(c)``
-seconds. With R the rest of the gap, given that it has lasted e already, the index
+of a worker of C tokens takes about the share c/C of that worker (``room.recompute_s`` says how much exactly); computing
+them again takes all of it for ``prefill(c)`` seconds. With R the rest of the gap, given that it has lasted e already,
 
     max over h of  P(R <= h) * prefill(c) / (c/C * E[min(R, h)])
 
-is what holding saves over what it costs; at 1 it breaks even. (prefill(c)/(c/C) is the time in which a worker computes
-all its KV anew, about 19 s for a 32B model on two H100.) This is optimal stopping with a known distribution: the
-best h is looked for, so that a dip of the hazard is bridged when returns follow soon after it.
+is what holding saves over what it costs, the index; at 1 it breaks even. (prefill(c)/(c/C) is the time in which a
+worker computes all its KV anew, about 19 s for a 32B model on two H100.) This is optimal stopping with a known distribution:
+the best h is looked for, so that a dip of the hazard is bridged when returns follow soon after it.
 """
 
 from __future__ import annotations

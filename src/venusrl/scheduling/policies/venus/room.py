@@ -17,8 +17,8 @@ from venusrl.scheduling.policies.venus.retention import Gaps, HoldTimes
 
 _RECOMPUTE_S = 20.0
 """Believed where a worker's costs are not known: the time in which it computes all its KV anew."""
-_BATCH, _FILLED = 8, 0.8
-"""A worker under load: sequences that decode, share of the KV that is read."""
+_BATCH, _DECODING = 8, 0.6
+"""A worker whose KV is full: sequences that decode, their share of the KV. The rest idles in gaps."""
 _LEAST_WORTH = 0.05
 _PAGE = 64
 """Tokens by which engines may find less than is there: they cache whole pages."""
@@ -197,15 +197,16 @@ class Room:
 
 
 def recompute_s(worker: Worker, tokens: int) -> float:
-    """What a gap may cost at most, in seconds: prefill(c) / (c/C), over what a share of the KV is worth of a worker.
+    """The time in which holding its KV costs as much as computing it again, in seconds.
 
-    Twice the KV does not decode twice as fast: a step takes its base once and reads the KV of every sequence, so that
-    tokens a second grow with the KV in use as base / step of themselves.
+    Where sequences that decode have a share f of a full worker's KV, c tokens more for them raise tokens a second by
+    c/(f C) * base/step of themselves: a step takes its base once, and reads the KV of every sequence. That is what c
+    idle tokens cost, and prefill(c) over it is returned.
     """
     costs = worker.costs
     if costs is None or tokens <= 0:
         return _RECOMPUTE_S
-    step_s = costs.step_s(_BATCH, _FILLED * worker.kv_capacity)
+    step_s = costs.step_s(_BATCH, _DECODING * worker.kv_capacity)
     # Steps that take no time gain nothing by KV.
-    worth = costs.step_base_s / step_s if step_s > 0 else 0.0
-    return costs.prefill_s(tokens) * worker.kv_capacity / tokens / max(worth, _LEAST_WORTH)
+    gain = costs.step_base_s / (_DECODING * step_s) if step_s > 0 else 0.0
+    return costs.prefill_s(tokens) * worker.kv_capacity / tokens / max(gain, _LEAST_WORTH)
