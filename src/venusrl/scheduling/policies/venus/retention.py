@@ -10,8 +10,8 @@ them again takes all of it for ``prefill(c)`` seconds. With R the rest of the ga
     max over h of  P(R <= h) * prefill(c) / (c/C * E[min(R, h)])
 
 is what holding saves over what it costs, the index; at 1 it breaks even. (prefill(c)/(c/C) is the time in which a
-worker computes all its KV anew, about 19 s for a 32B model on two H100.) This is optimal stopping with a known distribution:
-the best h is looked for, so that a dip of the hazard is bridged when returns follow soon after it.
+worker computes all its KV anew, about 19 s for a 32B model on two H100.) This is optimal stopping with a known
+distribution: the best h is looked for, so that a dip of the hazard is bridged when returns follow soon after it.
 """
 
 from __future__ import annotations
