@@ -111,7 +111,10 @@ class NamespaceInstance:
         except SandboxGone:
             await self._maker.clear(self._spec.id, init.base)
             raise
-        await self._settle()
+        try:
+            await self._settle()
+        except SandboxGone as error:
+            raise SandboxGone(f"sandbox {self._spec.id} ended as it began: {error}") from error
         await self._connect(self._spec.network)
 
     def watch(self, init: Init) -> None:
