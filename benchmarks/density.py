@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -193,6 +194,8 @@ def main() -> None:
     if args.inside:
         inside(args)
         return
+    # Ended by a signal it takes the cell's sandboxes with it, as after an error.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.runtime = args.runtime or ["namespace"]
     if args.quick:
         args.seconds, args.life = 60.0, 30.0

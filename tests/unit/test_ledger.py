@@ -86,11 +86,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.move(name, worker)
 
     @rule(worker=workers)
-    def flush(self, worker: str) -> None:
-        self.ledger.flush(worker)
-        assert not self.ledger.books[worker].idle
-
-    @rule(worker=workers)
     def restart(self, worker: str) -> None:
         self.ledger.up(worker, 1000)
         assert self.ledger.books[worker].used == 0

@@ -26,12 +26,14 @@ DEAR = EngineCosts(0.01, 1e-4, 1e-7, 1e-2, 0.0)
 class Desk:
     """A scheduler and what it said; events are told by hand."""
 
-    def __init__(self, groups: int = 4, size: int = 2, batch: int = 2, **settings: Any) -> None:
+    def __init__(
+        self, groups: int = 4, size: int = 2, batch: int = 2, start: float = 0.0, version: int = 0, **settings: Any
+    ) -> None:
         self.policy = Venus(VenusConfig(**settings))
         self.scheduler = Scheduler(SchedulerConfig(batch, size, Decimal(1), 1), self.policy)
-        self.now = 0.0
+        self.now = start
         self.said: list[act.Action] = []
-        self.tell(ev.VersionPublished(0))
+        self.tell(ev.VersionPublished(version))
         for ordinal in range(groups):
             self.tell(ev.GroupOpened(f"g{ordinal}", ordinal, "t", size))
             for index in range(size):
@@ -227,6 +229,15 @@ def test_steps_are_as_far_apart_as_versions_were_of_late() -> None:
     dues = {g: desk.policy.frontier.due(g) for g in ("g0", "g1", "g2", "g3")}
     # 0.5 * 100 + 0.5 * 300, twice for those not started; the last may not open yet.
     assert sorted(dues.values()) == [0.0, 0.0, 400.0, math.inf]
+
+
+def test_a_run_that_goes_on_does_not_take_its_age_for_a_step() -> None:
+    desk = Desk(groups=4, size=2, batch=2, start=1_000_000.0, version=24)
+    desk.up("w", 100_000)
+    desk.ask("g0/0")
+    desk.tell(ev.VersionPublished(25), after=100.0)
+    desk.tell(ev.Tick(), after=5.0)
+    assert desk.policy.frontier.due("g2") == 2 * 101.0  # seen a second before
 
 
 def test_a_turn_that_waited_long_displaces_background_at_the_end_of_its_turn() -> None:

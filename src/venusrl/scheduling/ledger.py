@@ -90,13 +90,6 @@ class Ledger:
             for trajectory in (*book.running, *book.idle):
                 del self._held[trajectory]
 
-    def flush(self, worker: str) -> list[str]:
-        """Its idle KV is void (new weights). Returns whose."""
-        gone = list(self.books[worker].idle)
-        for trajectory in gone:
-            self.drop(trajectory)
-        return gone
-
     def held(self, trajectory: str) -> Holding | None:
         """What it holds, wherever."""
         return self._held.get(trajectory)

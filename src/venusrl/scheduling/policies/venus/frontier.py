@@ -35,8 +35,8 @@ class Frontier:
         self._levels: dict[str, int] = {}
         self._places: dict[str, int] = {}
         self._due: dict[str, float] = {}
-        self._published = 0
-        self._published_at = 0.0
+        self._published: tuple[int, float] | None = None
+        """The version of late, and when it was first seen."""
         self._interval_s: float | None = None
         self.changes = 0
         """Grows with each new order."""
@@ -86,12 +86,15 @@ class Frontier:
 
     def _note(self, view: View) -> None:
         """How far apart versions are."""
-        published = view.window.published
-        if published > self._published:
-            latest = (view.now - self._published_at) / (published - self._published)
+        version = view.window.published
+        if self._published is None:
+            # The first, or that of a run that goes on: when it was published is not known.
+            self._published = (version, view.now)
+        elif version > self._published[0]:
+            latest = (view.now - self._published[1]) / (version - self._published[0])
             before = latest if self._interval_s is None else self._interval_s
             self._interval_s = before + _FADE * (latest - before)
-            self._published, self._published_at = published, view.now
+            self._published = (version, view.now)
 
     def _batches(self, group: Group, levels: dict[str, int], view: View) -> int:
         """How many batches after the frontier's it is due, at the latest. One not started could start now."""
