@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,18 @@ def guest_kernel() -> Path:
     except RuntimeUnavailable as error:
         pytest.skip(f"{error} (or name a kernel package's file in {KERNEL_PACKAGE})")
     return state
+
+
+def tiny_template(state: Path, command: Sequence[str], sides: Iterable[str]) -> None:
+    """The template ``tiny`` for the service in ``state``, by ``venusrl env``; each of ``sides`` has the kernel."""
+    kernel = guest_kernel() / "kernel"
+    for side in sides:
+        shutil.copytree(kernel, state / side / "runtimes" / "microvm" / "kernel")
+    root = tiny_root(state / "root")
+    (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh -c "$3"\n')  # called as bash -l -c COMMAND
+    (root / "bin" / "bash").chmod(0o755)
+    build = [*command, "template", "build", str(root), "tiny", "--state", str(state / "service")]
+    subprocess.run(build, check=True, timeout=120, capture_output=True)
 
 
 def new_state(directory: Path, kernel: Path) -> Path:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import threading
@@ -17,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.integration.microvms import guest_kernel, tiny_root
-from tests.integration.test_env_node import COMMAND, Pair, Process, until
+from tests.integration.microvms import tiny_template
+from tests.integration.test_env_node import COMMAND, Pair, Process, ended, until
 
 from venusrl.sandboxes.e2b import E2BSandboxes
 from venusrl.sandboxes.protocol import Limits
@@ -59,22 +58,9 @@ LOAD = (
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     state = tmp_path_factory.mktemp("live")
-    kernel = guest_kernel() / "kernel"
-    for side in ("service", "node"):
-        shutil.copytree(kernel, state / side / "runtimes" / "microvm" / "kernel")
-    root = tiny_root(state / "root")
-    (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh -c "$3"\n')  # called as bash -l -c COMMAND
-    (root / "bin" / "bash").chmod(0o755)
-    build = [*COMMAND, "template", "build", str(root), "tiny", "--state", str(state / "service")]
-    subprocess.run(build, check=True, timeout=120, capture_output=True)
-    pair = Machines(state, *RUNTIME)
-    try:
+    tiny_template(state, COMMAND, ("service", "node"))
+    with ended(Machines(state, *RUNTIME)) as pair:
         yield pair
-    finally:
-        for sandbox in pair.sandboxes():
-            pair.ask("DELETE", f"/admin/sandboxes/{sandbox}")
-        pair.node.end()
-        pair.service.end()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ from typing import Any, TypeVar
 
 import pytest
 from tests.integration import test_env_node
-from tests.integration.microvms import guest_kernel, tiny_root
-from tests.integration.test_env_node import COMMAND, Pair, until
+from tests.integration.microvms import tiny_template
+from tests.integration.test_env_node import COMMAND, Pair, Process, ended, until
 
 pytestmark = test_env_node.pytestmark
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
@@ -44,6 +43,9 @@ class Trio(Pair):
         until(lambda: self.replica(sandbox.sandbox_id)["state"] == "kept")
         return sandbox
 
+    def processes(self) -> tuple[Process, ...]:
+        return self.node, self.near, self.service
+
     def lose(self) -> None:
         until(lambda: self.status() == "lost")
         undo = [*COMMAND, "drain", "near", "--undo", "--state", str(self.state / "service")]
@@ -54,16 +56,12 @@ _Trio = TypeVar("_Trio", bound=Trio)
 
 
 @contextmanager
-def ended(trio: _Trio) -> Iterator[_Trio]:
-    """Its sandboxes and processes end with the test."""
+def buried(trio: _Trio) -> Iterator[_Trio]:
+    """``ended``, with what its killed nodes left."""
     try:
-        yield trio
+        with ended(trio):
+            yield trio
     finally:
-        for sandbox in trio.sandboxes():
-            trio.ask("DELETE", f"/admin/sandboxes/{sandbox}")
-        for process in (trio.node, trio.near, trio.service):
-            if process.process.poll() is None:
-                process.end()
         for pid in of_the_dead(trio.state):
             os.kill(pid, signal.SIGKILL)
 
@@ -78,7 +76,7 @@ def of_the_dead(state: Path) -> Iterator[int]:
 
 @pytest.fixture
 def trio(tmp_path: Path) -> Iterator[Trio]:
-    with ended(Trio(tmp_path)) as trio:
+    with buried(Trio(tmp_path)) as trio:
         yield trio
 
 
@@ -155,15 +153,8 @@ class Machines(Trio):
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    kernel = guest_kernel() / "kernel"
-    for side in ("service", "node", "near"):
-        shutil.copytree(kernel, tmp_path / side / "runtimes" / "microvm" / "kernel")
-    root = tiny_root(tmp_path / "root")
-    (root / "bin" / "bash").write_text('#!/bin/sh\nexec /bin/sh -c "$3"\n')  # called as bash -l -c COMMAND
-    (root / "bin" / "bash").chmod(0o755)
-    build = [*COMMAND, "template", "build", str(root), "tiny", "--state", str(tmp_path / "service")]
-    subprocess.run(build, check=True, timeout=120, capture_output=True)
-    with ended(Machines(tmp_path)) as machines:
+    tiny_template(tmp_path, COMMAND, ("service", "node", "near"))
+    with buried(Machines(tmp_path)) as machines:
         yield machines
 
 

@@ -10,8 +10,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from tests.integration.microvms import tiny_root
@@ -86,6 +87,9 @@ class Pair:
         """Of the node, as it last told."""
         return float(self.ask("GET", "/nodes/far")["counters"].get(name, 0))
 
+    def processes(self) -> tuple[Process, ...]:
+        return self.node, self.service
+
     def status(self) -> str:
         return str({one["id"]: one["status"] for one in self.ask("GET", "/nodes")}["far"])
 
@@ -100,16 +104,26 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path)
+_Pair = TypeVar("_Pair", bound=Pair)
+
+
+@contextmanager
+def ended(pair: _Pair) -> Iterator[_Pair]:
+    """Its sandboxes and processes end with the test."""
     try:
         yield pair
     finally:
         for sandbox in pair.sandboxes():
             pair.ask("DELETE", f"/admin/sandboxes/{sandbox}")
-        pair.node.end()
-        pair.service.end()
+        for process in pair.processes():
+            if process.process.poll() is None:
+                process.end()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with ended(Pair(tmp_path)) as pair:
+        yield pair
 
 
 def test_sandboxes_on_a_node_that_joined(pair: Pair) -> None:
