@@ -16,6 +16,7 @@ from venusrl.sandboxes.protocol import SandboxGone, TemplateNotFound
 from venusrl.sandboxes.runtimes.microvm import machine, setup, template
 from venusrl.sandboxes.runtimes.microvm.idle import IdleAgent, IdlePolicy
 from venusrl.sandboxes.runtimes.microvm.qmp import QemuError, Qmp
+from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
 from venusrl.sandboxes.runtimes.microvm.vm import copy_sparse
 from venusrl.sandboxes.templates.api import Image
 from venusrl.testing.agents import MemoryAgent
@@ -40,6 +41,16 @@ def test_a_clones_memory_cannot_reach_the_template() -> None:
     assert "balloon" not in line
     assert "spawn=deny" in line
     assert "-nodefaults" in line
+
+
+async def test_a_template_is_derived_until_it_is_forgotten(tmp_path: Path) -> None:
+    runtime = MicroVmRuntime(tmp_path)
+    assert await runtime.derived() == set()
+    for name in ("img-one.guest.10-0", "img-one.0123456789abcdef", "img-two-t-a.guest.10-0", ".making-x"):
+        (runtime.templates / name).mkdir(parents=True)
+    assert await runtime.derived() == {"img-one", "img-two-t-a"}
+    await runtime.forget("img-one")
+    assert await runtime.derived() == {"img-two-t-a"}
 
 
 def test_an_initramfs_is_aligned_and_ends() -> None:

@@ -24,6 +24,7 @@ from venusrl.sandboxes.templates.errors import BadTemplate
 from venusrl.sandboxes.templates.service import Templates
 from venusrl.sandboxes.templates.sharing import Share, Sharing
 from venusrl.testing.agents import MemoryAgent
+from venusrl.testing.clock import VirtualClock
 from venusrl.testing.hosts import AdmitAll, FixedImages, PlainDoor
 from venusrl.testing.runtimes import FakeRuntime
 
@@ -202,6 +203,47 @@ async def test_a_host_makes_accounts_and_lets_go(tmp_path: Path) -> None:
     await host.close()
     assert forgotten == [f"{image}-s-s1"]
     assert there(tuple(one.layers[0] for one in specs)) == [False, True]
+
+
+async def test_what_was_derived_goes_with_its_template(tmp_path: Path) -> None:
+    """``venusrl env template rm`` and ``gc`` are another process: the host finds out by itself."""
+    made = await templates(tmp_path, "tenant")
+    images = {name: (await made.resolve(name)).id for name in ("one", "two")}
+    runtime, clock = FakeRuntime(lambda _: MemoryAgent(), world=tmp_path / "world"), VirtualClock()
+
+    def host() -> LocalHost:
+        config = HostConfig(guard_s=1e9)
+        parts = ({"fake": runtime}, _Images(made), AdmitAll(), PlainDoor(), config, clock)
+        return LocalHost(tmp_path / "host", *parts, sharing=made.sharing)
+
+    first = host()
+    await first.start()
+    for number, name in enumerate(images):
+        await first.create(Order(id=f"s{number}", template=name, runtime="fake", tenant="a"))
+    pages = {name: made.sharing.pages(image, "a", "") for name, image in images.items()}
+    assert await runtime.derived() == set(pages.values())
+    for name in images:
+        await made.remove("", name)
+    await made.collect(images.values(), cache_age_s=-1.0)
+    await clock.run_for(60.0)
+    assert await runtime.derived() == set(pages.values()), "their sandboxes live"
+    await first.kill("s0")
+    await made.collect([images["two"]], cache_age_s=-1.0)
+    await clock.run_for(60.0)
+    assert await runtime.derived() == {pages["two"]}
+    await first.snapshot("s1", "kept")
+    await first.kill("s1")
+    await made.collect([images["two"]], cache_age_s=-1.0)
+    await clock.run_for(60.0)
+    assert await runtime.derived() == {pages["two"]}, "a snapshot leans on it"
+    await first.close()
+    second = host()
+    await second.start()
+    await second.remove_snapshot("kept")
+    await made.collect(cache_age_s=-1.0)
+    await clock.run_for(60.0)
+    assert await runtime.derived() == set(), "of an earlier process too"
+    await second.close()
 
 
 def test_admission_counts_a_copy_for_whoever_has_none() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.unit.templates import archive, directory, entry, layout, store, without_flushing  # noqa: F401
 
-from venusrl.sandboxes.protocol import SandboxError, TemplateNotFound
+from venusrl.sandboxes.protocol import TemplateNotFound
 from venusrl.sandboxes.templates import oci
 from venusrl.sandboxes.templates.api import Image
 from venusrl.sandboxes.templates.errors import BadTemplate, TemplateBusy
@@ -58,19 +58,14 @@ def test_an_image_is_its_content_not_its_name(tmp_path: Path) -> None:
 def test_what_is_needed_is_not_collected(tmp_path: Path) -> None:
     kept = store(tmp_path)
     layers = [add(kept, text) for text in "abcd"]
-    named, pinned, unused = image(kept, layers[0]), image(kept, layers[0], layers[1]), image(kept, layers[2])
-    kept.hold("sandbox-1", pinned.id)
+    named, used, unused = image(kept, layers[0]), image(kept, layers[0], layers[1]), image(kept, layers[2])
     with kept.making():
         kept.remember("key", CacheEntry((layers[3].digest,)))
-    done = kept.collect([named.id], cache_age_s=1000)
+    done = kept.collect([named.id, used.id], cache_age_s=1000)
     assert (done.layers, done.images, done.kept_layers) == (1, (unused.id,), 3)
-    kept.release("sandbox-1")
-    kept.release("sandbox-1")
     done = kept.collect([named.id], cache_age_s=-1)
     assert [layer.digest for layer in kept.layers()] == [layers[0].digest]
     assert kept.recall("key") is None
-    with pytest.raises(TemplateNotFound, match="removed"):
-        kept.hold("sandbox-2", pinned.id)
 
 
 def test_nothing_is_collected_while_something_is_made(tmp_path: Path) -> None:
@@ -79,17 +74,6 @@ def test_nothing_is_collected_while_something_is_made(tmp_path: Path) -> None:
     with Store(kept.root).making(), pytest.raises(TemplateBusy):
         kept.collect([], cache_age_s=-1)
     assert Path(layer.path).exists()
-
-
-def test_a_holder_holds_one_image(tmp_path: Path) -> None:
-    kept = store(tmp_path)
-    one, two = image(kept, add(kept, "x")), image(kept, add(kept, "y"))
-    kept.hold("s", one.id)
-    kept.hold("s", one.id)
-    with pytest.raises(SandboxError, match="another"):
-        kept.hold("s", two.id)
-    with pytest.raises(SandboxError):
-        kept.hold("../s", one.id)
 
 
 def test_what_a_crash_left_is_removed_what_is_being_made_not(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -229,7 +229,10 @@ def collect(
     state: _State = None,
     json_output: _Json = False,
 ) -> None:
-    """Remove layers that no template, sandbox, snapshot or recent build needs."""
+    """Remove layers that no template, sandbox, snapshot or recent build needs.
+
+    What a service made of a removed template (the memory of microVMs) goes within a minute, or when it next starts.
+    """
     from venusrl.sandboxes.manager.state import default_state
 
     async def work() -> Any:
@@ -247,10 +250,12 @@ def collect(
 
 
 def _in_use(state: Path) -> set[str]:
-    """Images of this host's sandboxes and snapshots, whose templates may have been removed."""
+    """Images of sandboxes and snapshots, whose templates may have been removed: of this host, and, as the service
+    records them, of all nodes."""
     import msgspec
 
     from venusrl.sandboxes.host import records, snapshots
+    from venusrl.sandboxes.manager.state import DATABASE, open_state
 
     host = state / "host"
     kinds: dict[str, type[records.Record] | type[snapshots.Kept]] = {
@@ -258,6 +263,9 @@ def _in_use(state: Path) -> set[str]:
         "snapshots/*/record.json": snapshots.Kept,
     }
     found = set()
+    if (state / DATABASE).exists():
+        with closing(open_state(state)) as store:
+            found |= {one.template for one in store.living()} | {one.template for one in store.snapshots()}
     for pattern, kind in kinds.items():
         for path in sorted(host.glob(pattern)):
             try:

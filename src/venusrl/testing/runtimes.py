@@ -219,6 +219,9 @@ class FakeRuntime:
         if image_id in self.prepared:
             self.prepared.remove(image_id)
 
+    async def derived(self) -> set[str]:
+        return set(self.prepared)
+
     async def shared(self, images: Sequence[str]) -> dict[str, int]:
         return {image: self.shared_bytes.get(image, 0) for image in images}
 

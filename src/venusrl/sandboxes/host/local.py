@@ -153,7 +153,7 @@ class LocalHost:
         )
         ways = Ways(images.resolve, self._sharing.made_of, self._arrivals.take)
         self.states = LocalStates(self.name, state / "states", self.cells, self._snapshots, ways, self._clock)
-        self._pages = Pages(self._sharing, self.cells, self._runtimes, self._background)
+        self._pages = Pages(self._sharing, self.cells, self._runtimes, self._background, self._clock)
         self._learned = Learned()
         self._footprints = Footprints(self.cells, admission, self._clock, self._pages.measure)
         self._starting = asyncio.Semaphore(self._config.starting)
@@ -193,6 +193,7 @@ class LocalHost:
         self._background.loop("footprints", self._footprints.step)
         self._background.loop("pressure guard", self._guard)
         self._background.loop("tidying", self.cells.tidy)
+        self._background.loop("forgetting templates", lambda: self._pages.forget_gone(self._templates_needed))
         _log.info("host %s: %d sandboxes, %s", self.name, len(self.cells), self._config)
         return lost
 
@@ -395,6 +396,9 @@ class LocalHost:
             raise SandboxDenied(answer.message, answer.retry_after_s)
         assert isinstance(answer, Admit)
         return answer.pause
+
+    def _templates_needed(self) -> set[str]:
+        return {*self._images.names(), *(kept.template for kept in self._snapshots.infos())}
 
     async def _displace(self, pauses: tuple[Pause, ...]) -> None:
         for pause in pauses:

@@ -11,10 +11,12 @@ Guarantees: a sandbox is made of no other pages than it may share. What was made
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from venusrl.clock import Clock
 from venusrl.sandboxes.host.background import Background
 from venusrl.sandboxes.host.cells import Cells
 from venusrl.sandboxes.host.errors import within
@@ -23,17 +25,24 @@ from venusrl.sandboxes.runtimes.base import Runtime, Spec
 from venusrl.sandboxes.templates.api import Image
 from venusrl.sandboxes.templates.sharing import Sharing
 
+_log = logging.getLogger(__name__)
+_FORGET_EVERY_S = 15.0
+"""Templates are removed by another process, which tells nobody."""
+
 
 class Pages:
     """``shared``: template to resident bytes, all copies together; ``copies``: template to the ids of its copies."""
 
-    def __init__(self, sharing: Sharing, cells: Cells, runtimes: Mapping[str, Runtime], background: Background) -> None:
+    def __init__(
+        self, sharing: Sharing, cells: Cells, runtimes: Mapping[str, Runtime], background: Background, clock: Clock
+    ) -> None:
         self.shared: dict[str, int] = {}
         self.copies: dict[str, tuple[str, ...]] = {}
         self._sharing = sharing
         self._cells = cells
         self._runtimes = runtimes
         self._background = background
+        self._clock = clock
         self._prepared: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._merging: dict[str, str] = {}
 
@@ -107,6 +116,18 @@ class Pages:
             # Until then nothing of it is counted.
             self._background.watch(f"prepare {image.id} again", self._prepare(self._runtimes[name], image))
         await self._sharing.sweep(cell.id for cell in self._cells)
+
+    async def forget_gone(self, needed: Callable[[], set[str]]) -> None:
+        """A loop's step: let go of what was derived of templates that are neither ``needed`` nor any sandbox's."""
+        for name, runtime in self._runtimes.items():
+            for pages in sorted(await runtime.derived()):
+                # Asked for anew each time: while one was forgotten, a sandbox of another may have been begun.
+                images = needed() | {cell.record.image.id for cell in self._cells}
+                if not any(pages == image or pages.startswith(f"{image}-") for image in images):
+                    self._prepared.pop((name, pages), None)
+                    await runtime.forget(pages)
+                    _log.info("what %s had derived of the removed template %s is gone", name, pages)
+        await self._clock.sleep(_FORGET_EVERY_S)
 
     def ended(self, sandbox: str) -> None:
         self._merging.pop(sandbox, None)

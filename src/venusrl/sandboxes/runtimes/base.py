@@ -154,6 +154,10 @@ class Runtime(Protocol):
         """Remove what was derived from a template that nobody uses any more."""
         ...
 
+    async def derived(self) -> set[str]:
+        """Ids of the templates of which it keeps what ``forget`` removes."""
+        ...
+
     async def shared(self, images: Sequence[str]) -> dict[str, int]:
         """Bytes of memory that sandboxes of these templates (by id) share, now resident: what several of them have in
         common counts once, for the first."""

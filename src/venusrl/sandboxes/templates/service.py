@@ -415,7 +415,7 @@ class Templates:
         )
 
     async def collect(self, in_use: Iterable[str] = (), cache_age_s: float | None = None) -> Collected:
-        """Remove layers nobody needs. ``in_use``: images of sandboxes and snapshots, beside those that are held.
+        """Remove layers nobody needs. ``in_use``: images of sandboxes and snapshots.
 
         ``cache_age_s``: how long what steps gave is kept unasked for; None = as the rules say.
         """

@@ -1,16 +1,15 @@
 """Layers and images on a host's disk, by content.
 
 Owns: the directories below one root: ``layers`` (each a root file system tree under its digest, beside it copies for
-those who may not share its pages), ``images`` (what a
-template is, under its own content's id), ``pins`` (who uses which image), ``cache`` (what a build step gave) and
-``work`` (what is being made). Who may use a layer, and when it may go.
+those who may not share its pages), ``images`` (what a template is, under its own content's id), ``cache`` (what a build
+step gave) and ``work`` (what is being made).
 
 Must not know: template names, tenants, builds, runtimes.
 
 Guarantees: a layer that exists is whole and on disk; it never changes. A crash at any instant leaves at most rubbish in
-``work``, which the next ``prepare`` removes. ``collect`` removes nothing that is pinned, that a kept image needs, or
-that anybody who holds ``making()`` has just made; several processes may use one store. Nobody but its owner can enter
-it: layers hold set-user-id programs.
+``work``, which the next ``prepare`` removes. ``collect`` removes nothing that a kept image needs, or that anybody who
+holds ``making()`` has just made; several processes may use one store. Nobody but its owner can enter it: layers hold
+set-user-id programs.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class Store:
         self._root = root
         self._layers = root / "layers"
         self._images = root / "images"
-        self._pins = root / "pins"
         self._cache = root / "cache"
         self._work = root / "work"
 
@@ -86,7 +84,7 @@ class Store:
     def prepare(self) -> None:
         """Make the directories and remove what a crash left. Raises SandboxError, HostDiskFull."""
         with disk_errors(self._root):
-            for folder in (self._root, self._layers, self._images, self._pins, self._cache, self._work):
+            for folder in (self._root, self._layers, self._images, self._cache, self._work):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._root.chmod(0o700)
             for left in self._work.iterdir():
@@ -197,31 +195,6 @@ class Store:
     def images(self) -> list[str]:
         return sorted(path.stem for path in self._images.glob("*.json"))
 
-    def hold(self, holder: str, identity: str) -> None:
-        """Keep the image until ``release``. A holder (a sandbox, a snapshot) holds one image; again is no error.
-
-        Raises TemplateNotFound when it has gone.
-        """
-        pin = self._pins / _checked(holder)
-        with self._lock("pins.lock", fcntl.LOCK_SH):
-            if not (self._images / f"{_checked(identity)}.json").exists():
-                raise TemplateNotFound(f"the image {identity} has been removed: build or import its template again")
-            with disk_errors(self._root):
-                try:
-                    os.symlink(identity, pin)
-                except FileExistsError:
-                    if os.readlink(pin) != identity:
-                        raise SandboxError(f"{holder} holds another image already ({os.readlink(pin)})") from None
-
-    def release(self, holder: str) -> None:
-        """Idempotent."""
-        with suppress(FileNotFoundError):
-            (self._pins / _checked(holder)).unlink()
-
-    def holders(self) -> dict[str, str]:
-        """Who holds which image."""
-        return {pin.name: os.readlink(pin) for pin in self._pins.iterdir()}
-
     def remember(self, key: str, entry: CacheEntry) -> None:
         """Keep what a build step gave. Needs ``making()``."""
         self._put(self._cache / f"{_checked(key)}.json", msgspec.json.encode(entry))
@@ -237,7 +210,7 @@ class Store:
         return entry if all((self._layers / digest).exists() for digest in entry.layers) else None
 
     def collect(self, keep: Iterable[str], cache_age_s: float) -> Collected:
-        """Remove what neither an image in ``keep``, a pin nor a cache entry asked for lately needs.
+        """Remove what neither an image in ``keep`` nor a cache entry asked for lately needs.
 
         Raises TemplateBusy while something is being made.
         """
@@ -245,9 +218,8 @@ class Store:
             disk_errors(self._root),
             self._lock("making.lock", fcntl.LOCK_EX | fcntl.LOCK_NB),
             self.staging() as rubbish,
-            self._lock("pins.lock", fcntl.LOCK_EX),
         ):
-            return self._sort_out({*keep, *self.holders().values()}, cache_age_s, rubbish)
+            return self._sort_out(set(keep), cache_age_s, rubbish)
 
     def _sort_out(self, keep: set[str], cache_age_s: float, rubbish: Path) -> Collected:
         needed: set[str] = set()

@@ -79,6 +79,9 @@ class GvisorRuntime:
     async def forget(self, image_id: str) -> None:
         self._residency.forget(image_id)
 
+    async def derived(self) -> set[str]:
+        return self._residency.known
+
     async def shared(self, images: Sequence[str]) -> dict[str, int]:
         """gVisor's file server reads layers through the host's page cache; runsc keeps no page of its own shared."""
         return await self._residency.shared(images)

@@ -110,6 +110,10 @@ class MicroVmRuntime:
         for path in (self.templates).glob(f"{image_id}.*"):
             await asyncio.to_thread(shutil.rmtree, path, True)
 
+    async def derived(self) -> set[str]:
+        found = await asyncio.to_thread(lambda: [path.name for path in self.templates.glob("[!.]*.*")])
+        return {name.partition(".")[0] for name in found}
+
     async def shared(self, images: Sequence[str]) -> dict[str, int]:
         return {image: await self._shared(image) for image in images}
 

@@ -79,8 +79,10 @@ class Residency:
         self._files: dict[str, dict[str, list[str]]] = {}
         self._seen: dict[str, tuple[float, int]] = {}
 
-    def knows(self, image: str) -> bool:
-        return image in self._files
+    @property
+    def known(self) -> set[str]:
+        """The templates that were looked up."""
+        return set(self._files)
 
     def know(self, image: Image) -> list[tuple[str, int]]:
         """Look a template's files up; path and size. Blocks on the disk."""

@@ -104,7 +104,7 @@ class NamespaceRuntime:
         for layer in image.layers:
             if not Path(layer).is_dir():  # noqa: ASYNC240 - a handful
                 raise SandboxError(f"the template {image.name} lacks its layer {layer}: build it again")
-        if self._residency.knows(image.id):
+        if image.id in self._residency.known:
             return
         files = await asyncio.to_thread(self._residency.know, image)
         wanted = list(pages.worth_touching(image.layers, files))
@@ -113,6 +113,9 @@ class NamespaceRuntime:
     async def forget(self, image_id: str) -> None:
         self._residency.forget(image_id)
         await asyncio.to_thread(pages.forget, self._groups, _plain(image_id))
+
+    async def derived(self) -> set[str]:
+        return self._residency.known
 
     async def shared(self, images: Sequence[str]) -> dict[str, int]:
         return await self._residency.shared(images)
