@@ -12,14 +12,19 @@ import pytest
 from venusrl.recipe import RecipeError, load
 from venusrl.scheduling.config import SchedulerConfig
 from venusrl.scheduling.costs import EngineCosts
+from venusrl.scheduling.predictor.siblings import Siblings
+from venusrl.simulation.run import simulate
 from venusrl.simulation.scenario import EngineSpec, FleetSpec, Scenario, TrainerSpec
 from venusrl.simulation.suites import arms, cells, figures, runner, tuning
 from venusrl.simulation.suites.analysis import Analysis, analyse, goals
+from venusrl.simulation.suites.forecasts import BEFORE, Ranks
 from venusrl.simulation.suites.from_recipe import recipe_suite
 from venusrl.simulation.suites.records import Record, Run, Trace, execute
 from venusrl.simulation.suites.statistics import paired_ratio, t_probability, t_quantile
+from venusrl.simulation.suites.stragglers import PHASES, idle_by_phase
 from venusrl.simulation.suites.tables import report, rows
 from venusrl.simulation.truth import TrueLengths
+from venusrl.simulation.workloads.drift import Drift
 from venusrl.simulation.workloads.openswe import OpenSwe
 from venusrl.simulation.workloads.synthetic import Synthetic
 
@@ -156,6 +161,35 @@ def test_a_run_leaves_a_record_that_obeys_the_bound(name: str) -> None:
     assert record.trace is not None
     assert record.trainer_busy_s + record.trainer_idle_s == pytest.approx(record.time_s, rel=0.01)
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+
+
+def test_idle_time_is_shared_out_by_what_the_last_trajectory_did() -> None:
+    slow_tools = tiny(workload=Synthetic(turns=(2, 4), tool_s=(300.0, 300.0)))
+    record = execute(Run("tiny", slow_tools, arms.arm("fcfs"), 0))
+    assert set(record.idle_phases_s) == set(PHASES)
+    assert sum(record.idle_phases_s.values()) == pytest.approx(record.trainer_idle_s, rel=0.01)
+    assert record.idle_phases_s["tools"] > 0.9 * record.trainer_idle_s
+    with pytest.raises(ValueError, match="set keep_trajectories"):
+        idle_by_phase(simulate(tiny(), arms.prepare(arms.arm("fcfs"), tiny(), 0)[1], 0))
+
+
+def test_forecasts_are_ranked_against_the_truth_by_steps_since_the_shift() -> None:
+    workload = Drift(16, OpenSwe(length=0.1), OpenSwe(length=0.2))
+    scheduler = SchedulerConfig(4, 8, Decimal(1), 1, max_steps=7)
+    engines = tuple(EngineSpec(f"e{i}", 2_000_000, 64, EngineCosts(0.01, 1e-4, 1e-7, 1e-4, 0.0)) for i in range(2))
+    scenario = tiny(scheduler=scheduler, workload=workload, fleet=FleetSpec(engines, load_s=0.5))
+    ranks = {name: execute(Run("drift", scenario, arms.arm(name), 0)).ranks for name in ("oracle", "constant", "fcfs")}
+    assert set(ranks["oracle"]) >= {BEFORE, 0, 1}
+    assert all(rho == pytest.approx(1.0) for rho in ranks["oracle"].values())
+    assert all(abs(rho) < 0.6 for rho in ranks["constant"].values())
+    assert ranks["fcfs"] == {}
+
+
+def test_watching_the_forecasts_changes_nothing_in_the_run() -> None:
+    scenario = tiny(workload=Synthetic(turns=(2, 6)))
+    watcher = Ranks(Siblings(), TrueLengths(scenario.workload, 0), shift=2, step=6)
+    plain = simulate(scenario, arms.prepare(arms.arm("venus"), scenario, 0)[1], 0)
+    assert simulate(scenario, arms.prepare(arms.arm("venus"), scenario, 0)[1], 0, watcher) == plain
 
 
 def test_a_failed_run_is_a_record_too() -> None:

@@ -85,7 +85,7 @@ def prepare(contestant: Arm, scenario: Scenario, seed: int) -> tuple[Scenario, P
     """The scenario as this arm runs it, and a fresh policy for it."""
     mode = find(contestant.policy)
     if contestant.ours:
-        policy: Policy = Venus(contestant.venus, _predictor(contestant, scenario, seed))
+        policy: Policy = Venus(contestant.venus, predictor(contestant, scenario, seed))
     else:
         policy = mode.policy(concurrency=contestant.concurrency, **contestant.options)
     policy.name = contestant.name
@@ -94,7 +94,8 @@ def prepare(contestant: Arm, scenario: Scenario, seed: int) -> tuple[Scenario, P
     return msgspec.structs.replace(scenario, scheduler=config, fleet=fleet), policy
 
 
-def _predictor(contestant: Arm, scenario: Scenario, seed: int) -> Predictor:
+def predictor(contestant: Arm, scenario: Scenario, seed: int) -> Predictor:
+    """A fresh one of the kind that this arm asks."""
     limits = Limits(
         max_turns=getattr(scenario.workload, "max_turns", None),
         max_tokens=getattr(scenario.workload, "max_output_tokens", None),

@@ -22,8 +22,12 @@ from venusrl.simulation.bound import bound
 from venusrl.simulation.results import Result
 from venusrl.simulation.run import simulate
 from venusrl.simulation.scenario import Scenario
-from venusrl.simulation.suites.arms import Arm, prepare
+from venusrl.simulation.suites.arms import Arm, predictor, prepare
 from venusrl.simulation.suites.cells import mean_context
+from venusrl.simulation.suites.forecasts import Ranks
+from venusrl.simulation.suites.stragglers import idle_by_phase
+from venusrl.simulation.truth import TrueLengths
+from venusrl.simulation.workloads.drift import Drift
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -59,7 +63,7 @@ class Trace(msgspec.Struct, frozen=True):
 
 class Record(msgspec.Struct, frozen=True):
     """What is kept of a run. Times in simulated seconds; ``idle_s`` by reason; ``kv_*`` are means over time of shares
-    of the fleet's capacity; ``prefilled_share``: prompt tokens computed over those that were new in them."""
+    of the fleet's capacity."""
 
     key: str
     cell: str
@@ -76,6 +80,10 @@ class Record(msgspec.Struct, frozen=True):
     trainer_busy_s: float = 0.0
     trainer_idle_s: float = 0.0
     idle_s: dict[str, float] = {}
+    idle_phases_s: dict[str, float] = {}
+    """By what each batch's last trajectory spent its life on: see ``stragglers``."""
+    ranks: dict[int, float] = {}
+    """Where lengths shift and the policy forecasts them: rank correlation by steps since the shift (``forecasts``)."""
     hit_rate: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -103,10 +111,23 @@ def execute(run: Run) -> Record:
         facts = _facts(run.scenario, run.seed)
         scenario, policy = prepare(run.arm, run.scenario, run.seed)
         # What takes a hundred times the least possible will not end.
-        result = simulate(msgspec.structs.replace(scenario, max_sim_s=100 * facts.bound_s + 1e5), policy, run.seed)
+        scenario = msgspec.structs.replace(scenario, max_sim_s=100 * facts.bound_s + 1e5, keep_trajectories=True)
+        ranks = _ranks(run)
+        result = simulate(scenario, policy, run.seed, ranks)
     except Exception as error:  # noqa: BLE001 - one contestant's fault must not take the others' results
         return Record(run.key, run.cell, run.arm.name, run.seed, run.purpose, f"{type(error).__name__}: {error}")
-    return _record(run, result, facts, time.process_time() - began)
+    found = _record(run, result, facts, time.process_time() - began)
+    return found if ranks is None else msgspec.structs.replace(found, ranks=ranks.correlations())
+
+
+def _ranks(run: Run) -> Ranks | None:
+    """Who scores the forecasts: for our own policies, where lengths shift."""
+    workload, config = run.scenario.workload, run.scenario.scheduler
+    if not isinstance(workload, Drift) or not run.arm.ours:
+        return None
+    truth = TrueLengths(workload, run.seed)
+    step = config.batch_groups * config.group_size
+    return Ranks(predictor(run.arm, run.scenario, run.seed), truth, shift=workload.at, step=step)
 
 
 def _record(run: Run, result: Result, facts: Facts, cpu_s: float) -> Record:
@@ -129,6 +150,7 @@ def _record(run: Run, result: Result, facts: Facts, cpu_s: float) -> Record:
         trainer_busy_s=result.trainer_busy_s,
         trainer_idle_s=result.trainer_idle_s,
         idle_s=idle,
+        idle_phases_s=idle_by_phase(result),
         hit_rate=result.hit_rate,
         prefill_tokens=result.prefill_tokens,
         decode_tokens=result.decode_tokens,
