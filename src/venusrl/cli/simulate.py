@@ -181,16 +181,21 @@ def _carry_out(suite: Suite, folder: Path, *, quick: bool, jobs: int, resume: bo
 
 
 def _progress() -> Callable[[Progress], None]:
-    """A line a second on a terminal; one in twenty otherwise."""
+    """A line a second on a terminal; one in twenty otherwise; and what a phase finds done already."""
     console, last = stderr(), [0.0]
 
     def show(progress: Progress) -> None:
+        if not progress.last:
+            if progress.kept:
+                console.print(f"{progress.phase}: {progress.kept} of {progress.total} runs are there already")
+            return
         now, final = time.monotonic(), progress.done == progress.total
         if not final and now - last[0] < (1.0 if console.is_terminal else 20.0):
             return
         last[0] = now
-        rest = "" if progress.left_s is None or final else f", about {_clock(progress.left_s)} left"
-        console.print(f"{progress.phase} {progress.done}/{progress.total}{rest} · {progress.last}", markup=False)
+        rest = f", about {_clock(progress.left_s)} left" if progress.left_s else ""
+        line = f"{progress.phase} {progress.done}/{progress.total}{rest} · {progress.last}"
+        console.print(line, markup=False, soft_wrap=True)
 
     return show
 
@@ -212,17 +217,19 @@ def _write(suite: Suite, analysis: Analysis, folder: Path) -> list[str]:
 
 
 def _show(analysis: Analysis, folder: Path, written: Iterable[str], *, to_stderr: bool) -> None:
-    from venusrl.simulation.suites.tables import COLUMNS, RIGHT, rows
+    from venusrl.simulation.suites.tables import BRIEF, brief
 
     console = stderr() if to_stderr else stdout()
-    console.print(table(COLUMNS, rows(analysis), right=RIGHT))
+    for cell in analysis.cells:
+        console.print(f"{cell.cell}: working set {cell.pressure:.2f} x KV", style="bold", markup=False)
+        console.print(table(BRIEF, brief(cell), right=BRIEF[1:]))
     console.print(f"\n{folder}: {', '.join(written)}", markup=False)
 
 
 def _as_json(suite: Suite, analysis: Analysis) -> dict[str, Any]:
     import msgspec
 
-    from venusrl.simulation.suites.analysis import goals
+    from venusrl.simulation.suites.goals import goals
 
     plain: dict[str, Any] = msgspec.to_builtins(analysis, str_keys=True)
     for cell in plain["cells"]:

@@ -26,11 +26,13 @@ RECORDS_FILE = "records.jsonl"
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """``left_s``: expected rest of the present phase, None before the first run ended."""
+    """``kept``: runs of this phase that were there already. ``left_s``: expected rest of all phases, None before the
+    first run ended. ``last``: what ended last, empty at a phase's start."""
 
     phase: str
     done: int
     total: int
+    kept: int
     left_s: float | None
     last: str
 
@@ -86,10 +88,34 @@ class Records:
 def carry_out(suite: Suite, records: Records, *, quick: bool, jobs: int, report: Report) -> list[Record]:
     """Tune, then measure. The records of this suite as it stands, in its order."""
     tuning = tuning_runs(suite, quick=quick)
-    _do("tune", tuning, records, jobs, report)
+    # What will be measured costs about the same whatever the tuning finds.
+    clock = _Clock([run for run in (*tuning, *measured_runs(suite, {})) if run.key not in records.found])
+    _do("tune", tuning, records, jobs, report, clock)
     runs = measured_runs(suite, choose(records.found[run.key] for run in tuning))
-    _do("measure", runs, records, jobs, report)
+    _do("measure", runs, records, jobs, report, clock)
     return [records.found[run.key] for run in (*tuning, *runs)]
+
+
+class _Clock:
+    """How long it will take: the work that is left at the pace so far."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._left = sum(map(_work, runs))
+        self._done = 0.0
+        self._began = time.monotonic()
+
+    def ended(self, work: float) -> float:
+        """Expected seconds left, now that a run of so much ``work`` ended."""
+        self._done += work
+        self._left = max(0.0, self._left - work)
+        return (time.monotonic() - self._began) / self._done * self._left
+
+
+def _work(run: Run) -> float:
+    """About what a run costs, in any unit: turns, of which venus' cost three times as much."""
+    config = run.scenario.scheduler
+    trajectories = (config.max_steps or 1) * config.batch_groups * config.group_size
+    return trajectories * getattr(run.scenario.workload, "length", 1.0) * (3.0 if run.arm.ours else 1.0)
 
 
 def measured_runs(suite: Suite, tuned: Tuned) -> list[Run]:
@@ -102,15 +128,16 @@ def measured_runs(suite: Suite, tuned: Tuned) -> list[Run]:
     ]
 
 
-def _do(phase: str, runs: Sequence[Run], records: Records, jobs: int, report: Report) -> None:
-    left = [run for run in runs if run.key not in records.found]
-    began = time.monotonic()
-    for done, record in enumerate(_executed(left, jobs), 1):
+def _do(phase: str, runs: Sequence[Run], records: Records, jobs: int, report: Report, clock: _Clock) -> None:
+    left = {run.key: run for run in runs if run.key not in records.found}
+    kept = len(runs) - len(left)
+    if runs:
+        report(Progress(phase, kept, len(runs), kept, None, ""))
+    for done, record in enumerate(_executed(list(left.values()), jobs), kept + 1):
         records.add(record)
-        rest = (time.monotonic() - began) / done * (len(left) - done)
         state = record.error or f"{record.time_s:,.0f} s, {record.cpu_s:.1f} s of CPU"
         last = f"{record.cell} {record.arm} seed {record.seed}: {state}"
-        report(Progress(phase, len(runs) - len(left) + done, len(runs), rest, last))
+        report(Progress(phase, done, len(runs), kept, clock.ended(_work(left[record.key])), last))
 
 
 def _executed(runs: Sequence[Run], jobs: int) -> Iterator[Record]:
