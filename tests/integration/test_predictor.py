@@ -18,7 +18,7 @@ from venusrl.scheduling.predictor.arms import Constant, Oracle, Remaining, Shuff
 from venusrl.scheduling.predictor.groups import GroupVariance
 from venusrl.scheduling.predictor.history import Durations, LifeTable
 from venusrl.scheduling.predictor.ranks import kendall, spearman
-from venusrl.scheduling.predictor.replay import Recorded, RecordedGroup, RecordedTurn
+from venusrl.scheduling.predictor.replay import Recorded, RecordedGroup, RecordedTurn, replay
 from venusrl.scheduling.predictor.siblings import Limits, Siblings
 from venusrl.types import FailureKind, StopReason
 
@@ -210,6 +210,19 @@ def test_limits_bound_what_is_forecast() -> None:
         assert forecast.context.p90 <= 3000
     with pytest.raises(ValueError, match="max_tokens"):
         Limits(max_tokens=0)
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(max_turns=20, max_tokens=2000, max_context=4000)])
+@pytest.mark.parametrize("arm", [Siblings, Constant])
+def test_means_alone_are_those_of_the_forecast(arm: type[Siblings], limits: Limits) -> None:
+    predictor = arm(limits)
+    for now, event in replay(draw(40, cap=20), 6):
+        predictor.observe(event, now)
+        if isinstance(event, ev.TurnRequested):
+            predictor.observe(ev.TokensGenerated(event.trajectory, event.turn, 40 * (event.turn % 3)), now)
+        if isinstance(event, ev.TurnRequested | ev.VerificationStarted | ev.TrajectoryFinished):
+            forecast = predictor.forecast(event.trajectory)
+            assert predictor.expected(event.trajectory) == tuple(spread.mean for spread in forecast[:5])
 
 
 def test_tokens_of_the_present_turn_count() -> None:

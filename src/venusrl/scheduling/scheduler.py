@@ -78,6 +78,8 @@ class Scheduler:
         self._quota_holds = False
         self._failures: Counter[str] = Counter()
         self._changed = True
+        """Whether something happened that concerns groups; ``_full``: no group may be opened before it does."""
+        self._full = False
         self._out: list[Action] = []
         self._handlers: Mapping[type, Callable[[Any], object]] = {
             ev.Tick: self._on_tick,
@@ -119,8 +121,11 @@ class Scheduler:
     def handle_all(self, events: Iterable[Event], now: float) -> list[Action]:
         """Events of one instant, then one decision. Matters where the first alone would mislead: of workers that take
         new weights together, the first to acknowledge would get every trajectory that waits for them."""
+        self.now = now
+        observe, handlers = self.policy.observe, self._handlers
         for event in events:
-            self._note(event, now)
+            observe(event, self)
+            handlers[type(event)](event)
         return self._decide()
 
     def restore(self, events: Iterable[Event], now: float) -> list[Action]:
@@ -196,11 +201,6 @@ class Scheduler:
         return int(self.window.at_deadline(self.live[turn.trajectory].group))
 
     # --- taking note -------------------------------------------------------------------------------------
-    def _note(self, event: Event, now: float) -> None:
-        self.now = now
-        self.policy.observe(event, self)
-        self._handlers[type(event)](event)
-
     def _known(self, known: object) -> bool:
         """Count an event about something that is already gone."""
         self.late_events += not known
@@ -379,11 +379,12 @@ class Scheduler:
     # --- deciding ----------------------------------------------------------------------------------------
     def _decide(self) -> list[Action]:
         if self.ended is None and self._changed:
-            self._changed = False
+            self._changed = self._full = False
             self._settle()
         if self.ended is None:
             self._apply_policy()
-            self._open()
+            if not self._full:
+                self._open()
         out, self._out = self._out, []
         return out
 
@@ -434,6 +435,7 @@ class Scheduler:
         asked = self.opening + len(self.reopening)
         room = self.window.room - asked
         if room <= 0:
+            self._full = True
             return
         room = min(room, self.policy.group_limit(self) - self.window.outstanding - asked)
         while room > 0 and self._to_reissue:

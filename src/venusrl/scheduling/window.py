@@ -70,6 +70,8 @@ class Window:
         self.in_batches: dict[str, Group] = {}
         self._in_formed = 0
         """Groups of ``formed``, counted."""
+        self._may_start: bool | None = None
+        """What ``may_start`` answers; None when that may have changed."""
         self.published = 0
         self.held = 0
         """The version that the trainer has: it can train this one's batch."""
@@ -87,6 +89,7 @@ class Window:
 
     def publish(self, version: int) -> None:
         self.published = max(self.published, version)
+        self._may_start = None
         self._hold(version)
         for past in [v for v in self.formed if v < self.published]:
             self._in_formed -= len(self.formed[past])
@@ -96,6 +99,7 @@ class Window:
     def _hold(self, version: int) -> None:
         self.held = max(self.held, version)
         self.next_version = max(self.next_version, self.held)
+        self._may_start = None
 
     # --- the window -----------------------------------------------------------------------------------
     @property
@@ -122,6 +126,11 @@ class Window:
 
     def may_start(self) -> bool:
         """Whether one more group may start now, at the published version, with every N_j <= (j + 1) * B after it."""
+        if self._may_start is None:
+            self._may_start = self._another_may_start()
+        return self._may_start
+
+    def _another_may_start(self) -> bool:
         n, s, b = self.next_version, self._config.max_staleness, self._config.batch_groups
         last = self.published + s
         if last < n:
@@ -224,6 +233,7 @@ class Window:
         self._in_formed += len(names) - len(self.formed.get(version, ()))
         self.formed[version] = names
         self.next_version = max(self.next_version, version + 1)
+        self._may_start = None
 
     def obstacles(self) -> tuple[str, ...]:
         """The fewest incomplete groups without which the complete ones would make an admissible batch.
@@ -295,6 +305,7 @@ class Window:
     def _count(self, start: int | None, change: int) -> None:
         if start is None:
             return
+        self._may_start = None
         self._starts[start] += change
         if not self._starts[start]:
             del self._starts[start]

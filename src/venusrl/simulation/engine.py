@@ -76,6 +76,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         """Queued and running, by trajectory."""
         self.running = 0
+        self._chunk = spec.prefill_chunk
         self._arrivals = 0
         self._queue: list[tuple[tuple[int, int], int, Request]] = []
         self._prefills: deque[Request] = deque()
@@ -173,14 +174,15 @@ class Engine:
         self._evict()
         if self.paused:
             return
-        while self._queue and self.running < self.spec.slots:
-            request = self._queue[0][2]
+        queue = self._queue
+        while queue and self.running < self.spec.slots:
+            request = queue[0][2]
             if request.state == "queued":
                 if not self._fits(request):
                     return
                 self._start(request)
                 self._evict()
-            heapq.heappop(self._queue)
+            heapq.heappop(queue)
 
     def pause(self, now: float) -> None:
         self.advance(now)
@@ -221,23 +223,24 @@ class Engine:
     # --- the flow -------------------------------------------------------------------------------------------
     def _flow(self, span: float, steps: float) -> None:
         """``steps`` go by in ``span`` seconds; with nothing decoding, prompts alone are computed for as long."""
-        totals, before = self.totals, self.kv_running
+        totals, decoding, cache = self.totals, self._decoding, self.cache
+        held = self._own + decoding * self._tau + self._reserved + cache.pinned + decoding * steps / 2
         if self._prefills:
             first = self._prefills[0]
-            tokens = steps * self.spec.prefill_chunk if self._decoding else span / first.work_s
+            tokens = steps * self._chunk if decoding else span / first.work_s
             first.todo = max(0.0, first.todo - tokens)
             totals.prefill_s += tokens * first.work_s
         self._tau += steps
-        held = before + self._decoding * steps / 2
+        resident = held + cache.idle
         totals.busy_s += span
         totals.running_s += span * self.running
         totals.kv_s += span * held
-        totals.resident_s += span * min(self.capacity, held + self.cache.idle)
+        totals.resident_s += span * (resident if resident < self.capacity else self.capacity)
 
     def _step_s(self) -> float:
         """What the next step takes."""
         costs, decoding = self.costs, self._decoding
-        prefill = self.spec.prefill_chunk * self._prefills[0].work_s if self._prefills else 0.0
+        prefill = self._chunk * self._prefills[0].work_s if self._prefills else 0.0
         return costs.step_s(decoding, self._context + decoding * self._tau) + prefill
 
     def _time_for(self, steps: float) -> float:
@@ -251,12 +254,14 @@ class Engine:
     def _steps_to_change(self) -> float:
         """Until a sequence ends, a prompt is computed, or KV runs out."""
         ends = self._ends
-        while ends[0][0] != ends[0][2].end or ends[0][2].state != "decode":
+        end, _, first = ends[0]
+        while end != first.end or first.state != "decode":
             heapq.heappop(ends)
-        steps = ends[0][0] - self._tau
+            end, _, first = ends[0]
+        steps = min(end - self._tau, self._room() / self._decoding)
         if self._prefills:
-            steps = min(steps, self._prefills[0].todo / self.spec.prefill_chunk)
-        return max(0.0, min(steps, self._room() / self._decoding))
+            steps = min(steps, self._prefills[0].todo / self._chunk)
+        return max(0.0, steps)
 
     def _room(self) -> float:
         """Tokens that running requests may still take before one must be preempted."""

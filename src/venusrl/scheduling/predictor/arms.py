@@ -20,6 +20,7 @@ class Constant(Siblings):
     """Every running trajectory has as much left as any other: what a fresh one has on average lately."""
 
     name = "constant"
+    expected = Predictor.expected
 
     def of(self, track: Track) -> Forecast:
         if track.ended:
@@ -81,6 +82,7 @@ class Oracle(Siblings):
     """The truth. ``Remaining.tool_s`` counts whole calls: the one in progress too, until its turn is over."""
 
     name = "oracle"
+    expected = Predictor.expected
 
     def __init__(self, truth: Truth, limits: Limits | None = None) -> None:
         super().__init__(limits)

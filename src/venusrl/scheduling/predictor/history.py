@@ -154,13 +154,13 @@ class LifeTable:
             # t with S(t) = probability; levels decrease, so the search goes on where it was.
             probability = level * here
             k = bisect_left(descending, -probability, k)
-            if k >= last:
-                t = last - 1 + math.log(survival[-1] / max(probability, 1e-300)) / self._tail_hazard()
-            elif k == 0:
-                t = 0.0
-            else:
+            if 0 < k < last:
                 above = survival[k - 1]
                 t = k - 1 + (above - probability) / (above - survival[k])
+            elif k:
+                t = last - 1 + math.log(survival[-1] / max(probability, 1e-300)) / self._tail_hazard()
+            else:
+                t = 0.0
             # Between two whole turns the table is interpolated; what ends there has the larger number of turns.
             rest = math.ceil(scale * t**power - turns - 1e-9)
             values.append(rest if rest > 1 else 1.0)

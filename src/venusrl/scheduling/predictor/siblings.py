@@ -24,7 +24,19 @@ from typing import Any
 import msgspec
 
 from venusrl.scheduling.events import Event
-from venusrl.scheduling.predictor import DONE, NOTHING, Forecast, Gap, Predictor, Quality, Spread, StateError, slowest
+from venusrl.scheduling.predictor import (
+    DONE,
+    NOTHING,
+    Expected,
+    Forecast,
+    Gap,
+    Predictor,
+    Quality,
+    Spread,
+    StateError,
+    means,
+    slowest,
+)
 from venusrl.scheduling.predictor.groups import GroupVariance, Pace
 from venusrl.scheduling.predictor.history import Durations, LifeTable
 from venusrl.scheduling.predictor.spreads import Z90
@@ -35,6 +47,8 @@ _TASK_WEIGHT = 0.5
 """What a sibling of an earlier group of the task counts (the policy has changed since), again for every group since."""
 _LAG_GROUPS = 16.0
 _FORMAT = 1
+_NOT_PACED = ((0.0, 0.0),) * 3
+"""What a member says of paces before its first turn is over."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,6 +256,27 @@ class Siblings(Predictor):
         belief = self.belief(track.family)
         return self.paced(track, belief, self.turns(track, belief))
 
+    def expected(self, trajectory: str) -> Expected:
+        track = self.tracks.live[trajectory]
+        if track.ended:
+            return means(self.verdict(track))
+        belief = self.belief(track.family)
+        spread = self.turns(track, belief)
+        pace, observed, tool = self.ratios(track, belief)
+        turns, generated, limits = spread.mean, self.generated.all, self.limits
+        tokens = turns * (generated.mean * pace)
+        if track.partial:
+            left = generated.remaining(track.partial, pace).mean
+            tokens = left + max(0.0, tokens - generated.mean * pace)
+        if limits.max_tokens is not None and tokens > limits.max_tokens - track.tokens - track.partial:
+            # What a limit may cut depends on the quantiles.
+            return means(self.paced(track, belief, spread))
+        others = max(0.0, turns - 1.0)
+        context = tokens + others * (self.observed.all.mean * observed)
+        if limits.max_context is not None:
+            context = min(context, max(0.0, float(limits.max_context - track.prompt)))
+        return Expected(turns, tokens, context, others * (self.tools.all.mean * tool), self._verdict().mean)
+
     def turns(self, track: Track, belief: Belief) -> Spread:
         """Remaining turns, at least 1."""
         weight, total = self.others(track, belief)
@@ -280,13 +315,13 @@ class Siblings(Predictor):
     def ratios(self, track: Track, belief: Belief) -> list[float]:
         """A turn's tokens, observation and tool time as multiples of everybody's."""
         own = belief.members.get(track.name)
-        found = []
-        for i, (pace, tally) in enumerate(self.paces(track)):
-            weight, total = belief.paces[i]
-            if own is not None:
-                weight, total = weight - own.paces[i][0], total - own.paces[i][1]
-            found.append(pace.ratio(tally, pace.variance.expected(weight, total)))
-        return found
+        mine = _NOT_PACED if own is None else own.paces
+        return [
+            pace.ratio(tally, pace.variance.expected(weight - own_weight, total - own_total))
+            for pace, tally, (weight, total), (own_weight, own_total) in zip(
+                self._all, _tallies(track), belief.paces, mine, strict=True
+            )
+        ]
 
     def _less_partial(self, track: Track, pace: float, tokens: Spread) -> Spread:
         """The turn in progress has ``partial`` tokens already; the others are as before."""
