@@ -324,7 +324,7 @@ def test_the_analysis_pairs_seeds_and_judges_goals() -> None:
     assert best_gate.against == "thunderagent-best"
     assert judged["share of the limit"].met is False
     assert judged["heuristic over constant lengths"].met is True
-    assert judged["heuristic's ranks one step after the shift"].met is True
+    assert judged["heuristic ranks one step after the shift"].met is True
     assert "no gain where KV is plenty (within 2%)" not in judged
 
 
@@ -372,6 +372,17 @@ def test_pictures_are_drawn_for_what_there_is(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 5_000 for name in names)
     only = analyse("tiny", [made_up("venus", 0, 100.0)])
     assert "ablation.png" not in figures.draw(only, tmp_path)
+
+
+def test_no_legend_is_cut_off() -> None:
+    analysis = example()
+    for make in (figures.speedup, figures.where_time_went, figures.kv_occupancy, figures.timeline, figures.staleness):
+        figure = make(analysis)
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        inside, outside = legend.get_window_extent(), figure.bbox
+        assert outside.x0 <= inside.x0, make.__name__
+        assert inside.x1 <= outside.x1, make.__name__
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------

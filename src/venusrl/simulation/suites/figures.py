@@ -71,7 +71,7 @@ def speedup(analysis: Analysis) -> Any:
         look.cells_below(axes, cells)
         _factors(axes)
         axes.set_ylabel("training throughput of venus,\ntimes that of the baseline")
-    look.legend(figure, [look.marked(family) for family in families], 6)
+    look.legend(figure, [look.marked(family) for family in families])
     return figure
 
 
@@ -119,7 +119,7 @@ def where_time_went(analysis: Analysis) -> Any:
     names = {"waiting": "waiting its turn", "prefill": "prefill", "decode": "decoding", "tools": "in tools"}
     names |= {"sandbox": "sandbox set-up", "verification": "being verified"}
     handles = [look.patch(OURS, "training"), *(look.patch(_PHASES[phase], names[phase]) for phase in PHASES)]
-    look.legend(figure, handles, 7)
+    look.legend(figure, handles)
     figure.supxlabel("time, against that of venus; idle time split by the life of each batch's last trajectory", size=9)
     return figure
 
@@ -175,7 +175,7 @@ def kv_occupancy(analysis: Analysis) -> Any:
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     axes.set_xlabel(f"simulated hours ({cell.cell}, seed 0)")
     axes.set_ylabel("fleet's KV held by running turns")
-    look.legend(figure, [look.lined(family) for family in shown], 7)
+    look.legend(figure, [look.lined(family) for family in shown])
     return figure
 
 

@@ -93,7 +93,10 @@ def _prediction(cell: CellAnalysis) -> Iterable[Goal]:
 
 
 def _after_a_shift(cell: CellAnalysis) -> Iterable[Goal]:
-    for what, arm in (("heuristic's ranks one step after the shift", VENUS), ("learned ones", "learned")):
+    for what, arm in (
+        ("heuristic ranks one step after the shift", VENUS),
+        ("learned ranks one step after the shift", "learned"),
+    ):
         ranks = cell.entries[arm].ranks if arm in cell.entries else {}
         if BEFORE in ranks and 1 in ranks:
             wanted = _RECOVERED * ranks[BEFORE]

@@ -96,7 +96,10 @@ def cells_below(axes: Any, cells: Sequence[CellAnalysis]) -> None:
     axes.set_xlim(-0.5, len(cells) - 0.5)
 
 
-def legend(figure: Any, handles: Sequence[Any], columns: int = 4) -> None:
+def legend(figure: Any, handles: Sequence[Any]) -> None:
+    """Above all axes, in as many columns as fit the longest name."""
+    inches = 0.075 * max((len(handle.get_label()) for handle in handles), default=0) + 0.75
+    columns = max(1, int(figure.get_figwidth() / inches))
     place = {"loc": "outside upper center", "ncols": min(len(handles), columns)}
     figure.legend(handles=handles, frameon=False, fontsize=8, handlelength=2.6, **place)
 
