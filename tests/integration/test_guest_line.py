@@ -266,3 +266,55 @@ async def test_nothing_is_left_of_many_requests(inside: Guest, tmp_path: Path) -
     after = await state()
     assert after[1] <= before[1] + 150
     assert after[1] < 400
+
+
+async def test_input_goes_on_over_many_services(inside: Guest, tmp_path: Path) -> None:
+    """Services end in order, or at once in the middle of a send; whoever comes next attaches and sends."""
+    chance, sent = random.Random(7), []
+    process = await inside.client.start(shell(f"exec cat > {tmp_path}/got", stdin=True))
+    pid = process.pid
+    for number in range(60):
+        for step in range(chance.randrange(1, 5)):
+            sent.append(f"{number}.{step}")
+            await process.send(f"{sent[-1]}\n".encode())
+        cut_short = asyncio.create_task(process.send(b"\n" * chance.choice((1, 50_000, 300_000))))
+        await asyncio.sleep(0)
+        if number % 2:
+            inside.cut()
+        await inside.client.close()
+        await asyncio.gather(cut_short, return_exceptions=True)
+        inside.client = inside.another()
+        process = await inside.client.attach(pid, output=bool(number % 3))
+    await process.close_stdin()
+    assert (await all_of(await inside.client.attach(pid))).exit == Exit(0)
+    assert (tmp_path / "got").read_text().split() == sent
+
+
+async def test_an_attach_that_is_given_up_leaves_the_process_alone(inside: Guest) -> None:
+    pid = (await inside.client.start(shell("read x; exit 5", stdin=True))).pid
+    for turns in range(40):
+        attaching = asyncio.create_task(inside.client.attach(pid))
+        for _ in range(turns % 8):  # at every point of its way
+            await asyncio.sleep(0)
+        attaching.cancel()
+        await asyncio.gather(attaching, return_exceptions=True)
+    process = await inside.client.attach(pid)
+    await process.send(b"\n")
+    assert (await all_of(process)).exit == Exit(5)
+
+
+async def test_a_start_that_is_given_up_while_the_line_is_cut_leaves_nothing(
+    inside: Guest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as deaf:
+        deaf.setattr(inside.client._line, "_on_frame", lambda _: None)  # that it began is on its way and never arrives
+        starting = asyncio.create_task(inside.client.start(shell(f"touch {tmp_path}/began; sleep 1000")))
+        await until(lambda: asyncio.to_thread((tmp_path / "began").exists))
+        inside.cut()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    await until(lambda: nothing_runs(inside))
+
+
+async def nothing_runs(inside: Guest) -> bool:
+    return not await inside.client.processes()

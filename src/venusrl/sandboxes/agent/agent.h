@@ -87,6 +87,7 @@ struct stream {
     struct stream *next;
     uint32_t id; /* 0: no host follows it (any more) */
     bool opened, drop, ack_due, stop_due;
+    bool starter; /* its process was started by it: given up before the host knows, nobody knows of the process */
     uint64_t in_next; /* the next byte the host sends has this offset */
     struct buf in;    /* received, not yet taken */
     uint64_t stop_at; /* in_stopped: what came from here on was thrown away */

@@ -108,7 +108,7 @@ class AgentClient:
             return self._handle(followed, output)
 
     async def _begun(self, channel: Channel, spec: ProcessSpec | None) -> Followed:
-        """The first record of a process's stream. Given up before it came, the agent ends the process again."""
+        """The first record of a process's stream. Given up before it came, the agent ends what was to be started."""
         try:
             payload = await self._expect(channel, wire.STARTED)
             pid, shown = _understood(_numbered, payload)

@@ -185,6 +185,14 @@ static void forget_session(void)
     reset_count = 0;
 }
 
+/* The host wants nothing of it any more. */
+static void give_up(struct stream *s)
+{
+    if (s->process && s->starter && s->out_base == 0)
+        process_abandon(s->process);
+    stream_close(s);
+}
+
 /* The host lists what it knows of and how much of each it has; the rest it has given up. */
 static void rewind_streams(struct reader *r, uint32_t count)
 {
@@ -204,9 +212,10 @@ static void rewind_streams(struct reader *r, uint32_t count)
             s->out_fin_sent = fin;
             s->ack_due = true;
             s->stop_due = s->in_stopped;
+        } else if (i == count) {
+            give_up(s);
         } else {
-            if (i < count)
-                link_reset(s->id);
+            link_reset(s->id);
             stream_close(s);
         }
     }
@@ -319,11 +328,8 @@ static void on_frame(uint32_t id, unsigned kind, unsigned flags, uint64_t offset
         on_data(id, flags, offset, p, n);
     else if (kind == F_ACK && s)
         on_ack(s, offset);
-    else if (kind == F_RESET && s) {
-        if (s->process && s->out_base == 0)
-            process_abandon(s->process);
-        stream_close(s);
-    }
+    else if (kind == F_RESET && s)
+        give_up(s);
 }
 
 /* How many bytes of in could be used; 0 = more are needed. */

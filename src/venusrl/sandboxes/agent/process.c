@@ -149,6 +149,7 @@ static void launch(struct stream *s, struct plan *plan, unsigned flags, unsigned
     processes = p;
     buf_add(&p->shown, shown, shown_len);
     s->process = p;
+    s->starter = true;
     s->record[0] = plan->pty ? R_PTY : R_STDOUT;
     s->hold = true;
     stream_source(s, 0, out, plan->pty ? R_PTY : R_STDOUT);
