@@ -98,6 +98,36 @@ def test_sandboxes_outlive_their_service(state: Path) -> None:
     assert "2 sandboxes were ended" in last.end(signal.SIGTERM)
 
 
+def test_input_goes_on_over_services_that_die(state: Path) -> None:
+    """A process is attached to and sent to again and again, by services of which each was killed in the middle."""
+    sent = []
+    identity, pid = "", 0
+    for number in range(4):
+        service = Serving(state)
+        if number:
+            box = e2b.Sandbox.connect(identity, **service.options)
+        else:
+            box = e2b.Sandbox.create("host", timeout=600, **service.options)
+            pid = box.commands.run("cat > /tmp/got", background=True, stdin=True).pid
+            identity = box.sandbox_id
+        following = box.commands.connect(pid)
+        for step in range(30):
+            sent.append(f"{number}.{step}")
+            box.commands.send_stdin(pid, f"{sent[-1]}\n")
+        following.disconnect()
+        for step in range(30, 40):
+            sent.append(f"{number}.{step}")
+            box.commands.send_stdin(pid, f"{sent[-1]}\n")
+        service.end(signal.SIGKILL)
+    last = Serving(state)
+    box = e2b.Sandbox.connect(identity, **last.options)
+    following = box.commands.connect(pid)
+    box.commands.close_stdin(pid)
+    assert following.wait().exit_code == 0
+    assert box.files.read("/tmp/got").split() == sent
+    last.end(signal.SIGINT)
+
+
 def test_the_command_line_looks_and_acts(state: Path) -> None:
     served = Serving(state)
     try:
