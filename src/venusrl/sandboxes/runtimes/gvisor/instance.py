@@ -279,12 +279,16 @@ class GvisorInstance:
             self._pidfd = None
         if not self._ended and not self._died.done():
             self._ended = True
-            group = self._place.group()
-            if group is not None and group.oom_kills():
-                limit = self._spec.limits.memory_mib
-                self._died.set_result(f"out of memory: its limit is {limit} MiB; ask for more")
-            else:
-                self._died.set_result(f"its processes ended: {self._last_words()}")
+            self._died.set_result(self._cause())
+
+    def _cause(self) -> str:
+        """runsc needs threads of the machine's for what runs inside, and ends without a word when it gets none."""
+        group, limits = self._place.group(), self._spec.limits
+        if group is not None and group.oom_kills():
+            return f"out of memory: its limit is {limits.memory_mib} MiB; ask for more"
+        if group is not None and group.refused_processes():
+            return f"out of processes: its limit is {limits.pids}; start fewer at once"
+        return f"its processes ended: {self._last_words()}"
 
     def _last_words(self) -> str:
         try:

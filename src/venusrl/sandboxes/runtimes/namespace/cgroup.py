@@ -216,6 +216,12 @@ class SandboxGroup:
             text = (self._paths["memory"] / "memory.oom_control").read_text()
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
+    def refused_processes(self) -> int:
+        """How many processes and threads there was no room for."""
+        events = self._paths["" if self._version == 2 else "pids"] / "pids.events"
+        text = events.read_text() if events.exists() else ""
+        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("max ")), 0)
+
     def remove(self) -> None:
         """Kill whatever runs here and remove the directories. Idempotent."""
         for path in self._paths.values():
