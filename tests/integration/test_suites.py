@@ -126,9 +126,9 @@ def test_a_suite_can_be_run_in_part() -> None:
 
 
 def test_pressure_cells_have_the_pressure_of_their_name() -> None:
-    context = cells.mean_context(OpenSwe())
     for cell in cells.find_suite("pressure", quick=True).cells:
         config, workload = cell.scenario.scheduler, cell.scenario.workload
+        context = cells.mean_context(workload)
         capacity = sum(engine.kv_capacity for engine in cell.scenario.fleet.engines)
         working_set = config.window * config.group_size * context
         assert working_set / capacity == pytest.approx(float(cell.labels["pressure"]), rel=0.01)
