@@ -322,6 +322,7 @@ def test_the_analysis_pairs_seeds_and_judges_goals() -> None:
     best_gate = judged["over the best gate"]
     assert best_gate.figure == pytest.approx(1.47, abs=0.01)
     assert best_gate.against == "thunderagent-best"
+    assert best_gate.most == pytest.approx(150 / 80)
     assert judged["share of the limit"].met is False
     assert judged["heuristic over constant lengths"].met is True
     assert judged["heuristic ranks one step after the shift"].met is True

@@ -34,7 +34,8 @@ _RECOVERED = 0.9
 
 class Goal(msgspec.Struct, frozen=True):
     """One of the aims in one cell. ``met``: None where single seeds allow no interval. ``against``: the arm that the
-    figure is taken against, where that is one of several."""
+    figure is taken against, where that is one of several; ``most``: what the physical limit would gain over that arm,
+    so that nothing more can be asked of any policy."""
 
     cell: str
     what: str
@@ -42,6 +43,7 @@ class Goal(msgspec.Struct, frozen=True):
     wanted: float
     met: bool | None
     against: str = ""
+    most: float | None = None
 
 
 def goals(analysis: Analysis) -> list[Goal]:
@@ -68,7 +70,8 @@ def _where_scarce(cell: CellAnalysis) -> Iterable[Goal]:
         gains = {a: ratio.mean for a, ratio in baselines(cell).items() if a in arms}
         if cell.scarce and gains:
             least = min(gains, key=lambda a: gains[a])
-            yield Goal(cell.cell, what, gains[least], wanted, gains[least] >= wanted, least)
+            most = 1 / cell.entries[least].bound_share
+            yield Goal(cell.cell, what, gains[least], wanted, gains[least] >= wanted, least, most)
 
 
 def _where_plenty(cell: CellAnalysis) -> Iterable[Goal]:

@@ -88,7 +88,10 @@ def _goals(found: Sequence[Goal]) -> Iterable[str]:
     if not found:
         return
     yield "## Goals"
-    yield "Each figure with what was aimed at; bold where that is missed; `?` where a single seed allows no interval."
+    yield (
+        "Each figure with what was aimed at; bold where that is missed; `?` where a single seed allows no interval;"
+        " *the limit*: what the physical limit would gain there, the most that any policy can."
+    )
     places = {(goal.cell, goal.what): goal for goal in found}
     aims = list(dict.fromkeys(goal.what for goal in found))
     cells = dict.fromkeys(goal.cell for goal in found)
@@ -101,7 +104,10 @@ def _goal(goal: Goal | None) -> str:
         return ""
     figure = f"{goal.figure:.2f}"
     shown = f"{figure}?" if goal.met is None else figure if goal.met else f"**{figure}**"
-    return f"{shown} of {goal.wanted:.2f}" + (f" ({goal.against})" if goal.against else "")
+    notes = [goal.against] if goal.against else []
+    if goal.most is not None:
+        notes.append(f"the limit: {goal.most:.2f}")
+    return f"{shown} of {goal.wanted:.2f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _cell(cell: CellAnalysis) -> Iterable[str]:
