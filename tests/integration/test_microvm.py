@@ -21,6 +21,8 @@ from venusrl.sandboxes.runtimes.microvm.vm import UID_BASE, start_time
 from venusrl.sandboxes.runtimes.moving import Streams
 from venusrl.sandboxes.templates.api import Image, Start
 
+CLONES = 16
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Image]]:
@@ -55,13 +57,13 @@ def memory_of(runtime: MicroVmRuntime, instance: MicroVm) -> tuple[str, str]:
 
 
 async def test_clones_are_not_twins(runtime: MicroVmRuntime, prepared: tuple[Path, Image]) -> None:
-    clones = [await runtime.create(microvms.spec(f"clone-{n}", prepared[1])) for n in range(3)]
+    clones = [await runtime.create(microvms.spec(f"clone-{n}", prepared[1])) for n in range(CLONES)]
     try:
         ask = "cat /proc/sys/kernel/random/uuid /etc/machine-id; hostname; head -c 16 /dev/urandom | od -An -tx1"
         ask += "; date +%s"
         said = [(await microvms.sh(clone, ask)).split("\n") for clone in clones]
         for kind in range(4):
-            assert len({lines[kind] for lines in said}) == 3, said
+            assert len({lines[kind] for lines in said}) == CLONES, said
         assert all(abs(int(lines[4]) - time.time()) < 60 for lines in said)
         assert await microvms.sh(clones[0], "kill -0 $(cat /tmp/started) && echo alive") == "alive\n"
         found, sealed = memory_of(runtime, clones[0])
