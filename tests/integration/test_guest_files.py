@@ -117,7 +117,7 @@ Asked = Callable[[Guest, str], object]
     ("asked", "name", "code"),
     [
         (lambda g, p: g.client.stat(p, ME), "none", "not_found"),
-        (lambda g, p: g.client.stat(p, "no-such-user"), "none", "not_found"),
+        (lambda g, p: g.client.stat(p, "no-such-user"), "none", "unauthenticated"),
         (lambda g, p: g.client.list(p, ME), "none", "not_found"),
         (lambda g, p: g.client.list(p, ME), "file", "invalid_argument"),
         (lambda g, p: g.client.list(p, ME, 0), "dir", "invalid_argument"),

@@ -55,7 +55,7 @@ async def test_the_program_is_looked_up_on_the_path_it_is_given(inside: Guest, t
     [
         (ProcessSpec(("no-such-program-here",), ME, cwd="/"), "not_found"),
         (ProcessSpec(("/etc/passwd",), ME, cwd="/"), "permission_denied"),
-        (ProcessSpec(("true",), "nobody-of-that-name", cwd="/"), "not_found"),
+        (ProcessSpec(("true",), "nobody-of-that-name", cwd="/"), "unauthenticated"),
         (ProcessSpec(("true",), ME, cwd="/no/such/directory"), "invalid_argument"),
         (ProcessSpec(("true",), ME, env={"A=B": "c"}), "invalid_argument"),
         (ProcessSpec(("tr\0ue",), ME), "invalid_argument"),

@@ -392,6 +392,9 @@ async def test_the_small_services() -> None:
             return 0
 
         it.agent.programs["env"] = env
+        ghost = "Basic " + base64.b64encode(b"ghost:").decode()
+        status, answer = await it.call("filesystem.Filesystem/Stat", {"path": "x"}, Authorization=ghost)
+        assert (status, answer["code"], answer["message"]) == (401, "unauthenticated", "invalid username: 'ghost'")
         async with it.http.get(f"{it.url}/envs", headers=it.headers()) as answer:
             assert await answer.json() == {"A": "b=c", "D": ""}
         for method, path in (("GET", "/nothing"), ("POST", "/init"), ("PUT", "/health")):

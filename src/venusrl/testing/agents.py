@@ -108,6 +108,10 @@ class _Handle:
     def pid(self) -> int:
         return self._call.pid
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        return None
+
     async def events(self) -> AsyncIterator[Event]:
         while True:
             event = await self.queue.get()
@@ -379,7 +383,7 @@ class MemoryAgent:
     def _home(self, user: str) -> str:
         name = user or self.settings.user
         if name not in self.users:
-            raise AgentError("not_found", f"there is no user {name!r}")
+            raise AgentError("unauthenticated", f"invalid username: '{name}'")
         return "/home/user" if name == "user" else "/root" if name == "root" else "/"
 
     def _path(self, path: str, user: str) -> str:

@@ -31,7 +31,7 @@ enum record {
 };
 enum code {
     C_INVALID = 1, C_NOT_FOUND, C_EXISTS, C_PERMISSION, C_PRECONDITION, C_EXHAUSTED, C_UNAVAILABLE, C_UNIMPLEMENTED,
-    C_INTERNAL,
+    C_INTERNAL, C_UNAUTHENTICATED,
 };
 
 /* -- bytes.c: buffers that cost nothing when empty, and fields in and out of them */
@@ -169,6 +169,7 @@ struct user {
 bool user_find(const char *name, struct user *u); /* "" = the sandbox's default */
 int user_become(const struct user *u);            /* 0 or errno */
 void user_name(uid_t uid, char *to, size_t n);
+const char *no_user(const char *name);            /* what to say, in E2B's words, when there is none of that name */
 void group_name(gid_t gid, char *to, size_t n);
 extern char *default_user;
 extern char **default_env; /* ends with NULL */

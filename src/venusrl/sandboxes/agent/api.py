@@ -31,6 +31,7 @@ Code = Literal[
     "unavailable",
     "unimplemented",
     "internal",
+    "unauthenticated",
 ]
 """The names that gRPC and Connect use for the same failures."""
 

@@ -451,7 +451,7 @@ static void work(enum op op, struct reader *r)
         return;
     }
     if (!user_find(name, &user))
-        emit_refuse(C_NOT_FOUND, "there is no such user in the sandbox");
+        emit_refuse(C_UNAUTHENTICATED, no_user(name));
     int error = user_become(&user);
     if (error)
         emit_error(error, "the user's ids");

@@ -180,7 +180,7 @@ void process_start(struct stream *s, struct reader *r)
     } else if (alive >= ALIVE_LIMIT) {
         stream_error(s, C_EXHAUSTED, "%d processes run already", ALIVE_LIMIT);
     } else if (!user_find(user, &plan.user)) {
-        stream_error(s, C_NOT_FOUND, "there is no user %.100s in the sandbox", *user ? user : default_user);
+        stream_error(s, C_UNAUTHENTICATED, "%s", no_user(user));
     } else {
         plan.env = environment(&plan.user, more);
         launch(s, &plan, flags, cols, rows, shown, shown_len);

@@ -115,6 +115,13 @@ bool user_find(const char *name, struct user *u)
     return found;
 }
 
+const char *no_user(const char *name)
+{
+    static char words[160];
+    snprintf(words, sizeof words, "invalid username: '%.100s'", *name ? name : default_user);
+    return words;
+}
+
 int user_become(const struct user *u)
 {
     /* In a map of one id there is nobody else to become, and groups cannot be set. */

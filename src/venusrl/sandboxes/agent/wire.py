@@ -55,6 +55,7 @@ _CODES: tuple[Code, ...] = (
     "unavailable",
     "unimplemented",
     "internal",
+    "unauthenticated",
 )
 _KINDS: tuple[Literal["file", "directory", "symlink", "other"], ...] = ("file", "directory", "symlink", "other")
 _CHANGES: tuple[Literal["create", "write", "remove", "rename", "chmod"], ...] = (

@@ -44,6 +44,7 @@ _STATUS = {
     "resource_exhausted": 507,
     "unavailable": 503,
     "unimplemented": 501,
+    "unauthenticated": 401,
 }
 
 

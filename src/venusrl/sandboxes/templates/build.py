@@ -183,7 +183,11 @@ class Builder:
 
     async def _command(self, image: Image, command: str, user: str, scratch: Path, log: Log, name: str) -> Path:
         async with self._sandbox(image) as instance:
-            process = await instance.agent.start(self._process(image, command, user))
+            try:
+                process = await instance.agent.start(self._process(image, command, user))
+            except AgentError as error:
+                what = f"failed to run command '{command[:200]}': command failed"
+                raise BuildFailed(f"{what}: {error.code}: {error}", name) from error
             try:
                 async with asyncio.timeout(self._rules.step_timeout_s):
                     end = await _follow(process.events(), log, name)
