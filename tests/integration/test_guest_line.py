@@ -17,7 +17,7 @@ import pytest
 from tests.integration.guests import ME, Guest, all_of, guest, shell, until
 
 from venusrl.sandboxes.agent import build, wire
-from venusrl.sandboxes.agent.api import AgentError, Exit, Output, Settings
+from venusrl.sandboxes.agent.api import AgentError, Exit, Output, Process, Settings
 from venusrl.sandboxes.agent.client import AgentClient, unix
 from venusrl.sandboxes.protocol import SandboxGone
 
@@ -318,3 +318,56 @@ async def test_a_start_that_is_given_up_while_the_line_is_cut_leaves_nothing(
 
 async def nothing_runs(inside: Guest) -> bool:
     return not await inside.client.processes()
+
+
+async def spans(process: Process, most: int) -> list[tuple[tuple[int, int] | None, bytes]]:
+    """Where its first pieces of output are, at most ``most``; all when it ends before."""
+    found: list[tuple[tuple[int, int] | None, bytes]] = []
+    async for event in process.events():
+        if isinstance(event, Exit) or not isinstance(event, Output):
+            break
+        found.append((process.span, event.data))
+        if len(found) == most:
+            break
+    return found
+
+
+async def test_whoever_comes_next_knows_where_the_output_goes_on(inside: Guest) -> None:
+    """Also where the former host took something and its word of that was lost."""
+    line = "for i in 1 2 3 4 5 6; do echo $i; read x; done"
+    process = await inside.client.start(shell(line, stdin=True))
+    first = await spans(process, 1)
+    assert first[0][0] is not None
+    assert first[0][0][0] == 0
+    at = first[0][0][1]
+    for _ in range(5):
+        later = inside.another()
+        process = await later.attach(process.pid)
+        await process.send(b"\n")
+        for span, data in await spans(process, 2):
+            assert span is not None
+            if span[1] <= at:
+                continue  # it is known already
+            assert span[0] == at
+            assert data.strip() == str(1 + int(first[-1][1])).encode()
+            first.append((span, data))
+            at = span[1]
+            break
+    assert b"".join(data for _, data in first) == b"1\n2\n3\n4\n5\n6\n"
+
+
+async def test_dropped_output_counts(inside: Guest) -> None:
+    process = await inside.client.start(shell("echo one; read x; echo dropped; read x; echo three", stdin=True))
+    (before, said), *_ = await spans(process, 1)
+    assert said == b"one\n"
+    assert before is not None
+    alone = await inside.client.attach(process.pid, output=False)
+    await process.detach()
+    await alone.send(b"\n")  # nobody follows it: what it says is dropped
+    await asyncio.sleep(0.2)
+    late = await inside.client.attach(process.pid)
+    await late.send(b"\n")
+    rest = await spans(late, 2)
+    assert rest[-1][1] == b"three\n"
+    assert rest[-1][0] is not None
+    assert rest[-1][0][0] > before[1]

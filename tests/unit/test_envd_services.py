@@ -19,7 +19,7 @@ from venusrl.sandboxes.envd import files, process, room, streams
 from venusrl.sandboxes.envd.about import About
 from venusrl.sandboxes.envd.connect import STREAMING, end_frame, frame
 from venusrl.sandboxes.envd.files import Bad, gunzipped, metadata, wants_gzip
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxMoving
+from venusrl.sandboxes.protocol import SandboxGone
 from venusrl.sandboxes.runtimes.base import Shortages
 from venusrl.testing.agents import Call
 
@@ -197,16 +197,14 @@ async def test_keepalives_come_while_nothing_else_does(monkeypatch: pytest.Monke
 
 
 class Doomed:
-    """A process whose sandbox is killed, or ``error``."""
+    """A process whose sandbox is killed."""
 
     pid = 7
-
-    def __init__(self, error: SandboxError | None = None) -> None:
-        self._error = error or SandboxGone("killed")
+    span = None
 
     async def events(self) -> AsyncIterator[Output]:
         yield Output("stdout", b"x")
-        raise self._error
+        raise SandboxGone("killed")
 
     async def detach(self) -> None:
         raise SandboxGone("killed")
@@ -222,19 +220,6 @@ async def test_a_sandbox_that_dies_breaks_the_stream_off(monkeypatch: pytest.Mon
             assert kinds([await anext(events), await anext(events)]) == ["start", "data"]
             with pytest.raises((aiohttp.ClientError, asyncio.IncompleteReadError)):
                 await anext(events)
-
-
-async def test_a_sandbox_that_moves_ends_the_stream_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes then is kept for whoever connects again, so that it must be told from a death."""
-
-    async def attach(pid: int) -> Doomed:
-        return Doomed(SandboxMoving("it goes on on another host"))
-
-    async with front() as it:
-        monkeypatch.setattr(it.agent, "attach", attach)
-        events = await it.collect("process.Process/Connect", {"process": {"pid": 7}})
-        assert kinds(events[:-1]) == ["start", "data"]
-        assert events[-1]["end"]["error"]["code"] == "unavailable"
 
 
 async def test_files_and_directories() -> None:

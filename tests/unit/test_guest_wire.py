@@ -92,7 +92,7 @@ def test_records_come_whole(sent: list[tuple[int, bytes]], cuts: list[int]) -> N
     assert not reader.incomplete
 
 
-@pytest.mark.parametrize("bad", [b"\0" + wire.u32(0), b"\x0c" + wire.u32(0), b"\x03" + wire.u32(wire.RECORD + 1)])
+@pytest.mark.parametrize("bad", [b"\0" + wire.u32(0), b"\x0d" + wire.u32(0), b"\x03" + wire.u32(wire.RECORD + 1)])
 def test_what_is_no_record_is_refused(bad: bytes) -> None:
     with pytest.raises(wire.ProtocolError):
         wire.Records().feed(bad)

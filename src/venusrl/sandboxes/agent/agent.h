@@ -19,7 +19,7 @@
 #include <string.h>
 #include <sys/types.h>
 
-enum { HEADER = 20, TRAILER = 4, PAYLOAD = 16384, WINDOW = 65536, OPEN_LIMIT = 1 << 20, STREAMS = 1024 };
+enum { HEADER = 20, TRAILER = 4, RECORD_HEAD = 5, PAYLOAD = 16384, WINDOW = 65536, OPEN_LIMIT = 1 << 20, STREAMS = 1024 };
 enum { PREAMBLE = 0xA5, VERSION = 1 };
 enum frame { F_HELLO = 1, F_DATA, F_ACK, F_RESET, F_STOP, F_BYE };
 enum op {
@@ -27,7 +27,7 @@ enum op {
     OP_STAT = 16, OP_LIST, OP_MKDIR, OP_MOVE, OP_REMOVE, OP_READ, OP_WRITE, OP_WATCH, OP_QUIESCE,
 };
 enum record {
-    R_STARTED = 1, R_ERROR, R_STDOUT, R_STDERR, R_PTY, R_EXIT, R_ENTRY, R_CHANGE, R_END, R_PROCESS, R_USAGE,
+    R_STARTED = 1, R_ERROR, R_STDOUT, R_STDERR, R_PTY, R_EXIT, R_ENTRY, R_CHANGE, R_END, R_PROCESS, R_USAGE, R_POSITION,
 };
 enum code {
     C_INVALID = 1, C_NOT_FOUND, C_EXISTS, C_PERMISSION, C_PRECONDITION, C_EXHAUSTED, C_UNAVAILABLE, C_UNIMPLEMENTED,
@@ -94,6 +94,7 @@ struct stream {
     bool in_fin, in_stopped, in_fin_done;
     uint64_t out_base, out_sent; /* of out's first byte; of the next to send */
     struct buf out;
+    uint64_t head, first; /* of a process: bytes before its output; how much it had said before that */
     bool out_fin, out_fin_sent;
     struct watch source[2], sink;
     unsigned char record[2]; /* what source[i]'s bytes become; 0 = they are records already */
@@ -168,7 +169,6 @@ struct user {
 };
 bool user_find(const char *name, struct user *u); /* "" = the sandbox's default */
 int user_become(const struct user *u);            /* 0 or errno */
-void user_name(uid_t uid, char *to, size_t n);
 const char *no_user(const char *name);            /* what to say, in E2B's words, when there is none of that name */
 void group_name(gid_t gid, char *to, size_t n);
 extern char *default_user;

@@ -146,6 +146,12 @@ class Process(Protocol):
     @property
     def pid(self) -> int: ...
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """Where the newest of ``events`` begins and ends in all that the process says, whichever host followed it: to
+        be compared with others of the same process only. None: nothing came yet, or the agent does not tell."""
+        ...
+
     def events(self) -> AsyncIterator[Output | Exit]:
         """Output from when this handle was made, then exactly one Exit. Ends after it. A slow reader slows its own
         process (pipes fill), no other stream."""

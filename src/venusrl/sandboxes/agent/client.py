@@ -116,7 +116,7 @@ class AgentClient:
             channel.close()
             raise
         channel.took(5 + len(payload))
-        followed = Followed(channel, pid, spec or _spec(shown), self._over)
+        followed = Followed(channel, pid, spec or _spec(shown), self._over, new=spec is not None)
         self._followed[pid] = followed
         return followed
 

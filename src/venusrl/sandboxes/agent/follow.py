@@ -36,25 +36,27 @@ class _Follower:
     def __init__(self, output: bool, at: int) -> None:
         self.output = output
         self.taken = at
-        self.events: deque[tuple[int, Output | Exit | SandboxError]] = deque()
+        self.events: deque[tuple[int, int, Output | Exit | SandboxError]] = deque()
         self.changed = asyncio.Event()
 
-    def push(self, at: int, event: Output | Exit | SandboxError) -> None:
-        self.events.append((at, event))
+    def push(self, at: int, event: Output | Exit | SandboxError, size: int = 0) -> None:
+        self.events.append((at, size, event))
         self.changed.set()
 
 
 class Followed:
-    """One process that somebody follows. ``over`` is called once nobody does."""
+    """One process that somebody follows. ``over`` is called once nobody does. ``new``: it has said nothing yet."""
 
-    def __init__(self, channel: Channel, pid: int, spec: ProcessSpec, over: Callable[[Followed], None]) -> None:
+    def __init__(
+        self, channel: Channel, pid: int, spec: ProcessSpec, over: Callable[[Followed], None], *, new: bool
+    ) -> None:
         self.pid = pid
         self.spec = spec
         self.exit: Exit | None = None
         self._channel = channel
         self._over = over
         self._followers: list[_Follower] = []
-        self._base = channel.acked
+        self._shift = -channel.acked if new else None
         self._seen = channel.acked
         self._sending = asyncio.Lock()
         channel.listener = self._on_change
@@ -68,6 +70,10 @@ class Followed:
             made.push(self._seen, self._channel.failure)
         self._on_change()
         return made
+
+    def span(self, at: int, size: int) -> tuple[int, int] | None:
+        """The ``size`` bytes of the channel before ``at``, in all that it says; None: the agent does not tell."""
+        return None if self._shift is None else (self._shift + at - size, self._shift + at)
 
     def drop(self, follower: _Follower) -> None:
         if follower not in self._followers:
@@ -118,14 +124,17 @@ class Followed:
             while channel.queue:
                 kind, payload, size = channel.queue.popleft()
                 self._seen += size
-                self._publish(kind, payload)
+                self._publish(kind, payload, size)
         except wire.ProtocolError as error:
             channel.blame(error)  # comes back here, as its failure
             return
         if channel.open:
             self.acknowledge()
 
-    def _publish(self, kind: int, payload: bytes) -> None:
+    def _publish(self, kind: int, payload: bytes, size: int) -> None:
+        if kind == wire.POSITION:
+            self._shift = wire.Fields(payload).u64() - self._seen
+            return
         if self.exit is not None or kind not in (wire.EXIT, *_STREAMS):
             raise wire.ProtocolError("a process's stream holds what it may not")
         if kind == wire.EXIT:
@@ -134,7 +143,7 @@ class Followed:
             if kind == wire.EXIT and self.exit is not None:
                 follower.push(self._seen, self.exit)
             elif kind != wire.EXIT and follower.output:
-                follower.push(self._seen, Output(_STREAMS[kind], payload))
+                follower.push(self._seen, Output(_STREAMS[kind], payload), size)
 
 
 class Handle:
@@ -144,6 +153,7 @@ class Handle:
         self._process = process
         self._ask = ask
         self._follower = process.follower(output)
+        self._span: tuple[int, int] | None = None
         self._release = weakref.finalize(self, process.drop, self._follower)
         self._release.atexit = False
 
@@ -151,15 +161,20 @@ class Handle:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        return self._span
+
     async def events(self) -> AsyncIterator[Output | Exit]:
         follower = self._follower
         while True:
             while not follower.events:
                 follower.changed.clear()
                 await follower.changed.wait()
-            at, event = follower.events.popleft()
+            at, size, event = follower.events.popleft()
             if isinstance(event, SandboxError):
                 raise event
+            self._span = self._process.span(at, size)
             try:
                 yield event
             finally:

@@ -61,6 +61,7 @@ static void on_trouble(struct watch *w, uint32_t events)
     buf_add(&b, buf_data(&p->shown), p->shown.len);
     stream_record(s, R_STARTED, b.p, b.len);
     buf_free(&b);
+    s->head = s->out.len;
     stream_flow(s);
     stream_feed(s);
 }
@@ -324,6 +325,20 @@ static void move_ends(struct stream *from, struct stream *to)
         stream_sink(to, fd);
 }
 
+/* Bytes of `out` that are not the process's own words; how many of those its hosts have taken, and how many there are. */
+static size_t preface(const struct stream *s)
+{
+    uint64_t n = s->head > s->out_base ? s->head - s->out_base : 0;
+    return n < s->out.len ? (size_t)n : s->out.len;
+}
+
+static uint64_t taken(const struct stream *s)
+{
+    return s->first + (s->out_base > s->head ? s->out_base - s->head : 0);
+}
+
+static uint64_t said(const struct stream *s) { return taken(s) + s->out.len - preface(s); }
+
 /* Nobody follows any more: what it says from now on is dropped, so that it goes on. */
 void process_let_go(struct stream *s)
 {
@@ -337,6 +352,7 @@ void process_let_go(struct stream *s)
     nobody->drop = nobody->opened = true;
     nobody->in_stopped = s->in_stopped;
     nobody->hold = s->hold;
+    nobody->first = said(s);
     move_ends(s, nobody);
 }
 
@@ -364,13 +380,18 @@ void process_attach(struct stream *s, struct reader *r)
     stream_record(s, R_STARTED, b.p, b.len);
     buf_free(&b);
     struct stream *before = p->stream;
+    if (before) {
+        unsigned char position[8];
+        s->first = taken(before);
+        set64(position, s->first);
+        stream_record(s, R_POSITION, position, sizeof position);
+        s->head = s->out.len;
+    }
     if (!before || (before->drop && p->finished)) {
         put_exit(s, p);
         return;
     }
-    size_t skip = 0;
-    if (before->out_base == 0 && before->out.len >= 5 && *buf_data(&before->out) == R_STARTED)
-        skip = 5 + get32(buf_data(&before->out) + 1);
+    size_t skip = preface(before);
     if (before->out.len > skip)
         buf_add(&s->out, buf_data(&before->out) + skip, before->out.len - skip);
     s->out_fin = before->out_fin;

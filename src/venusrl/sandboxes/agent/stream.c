@@ -126,7 +126,9 @@ bool stream_read_source(struct stream *s, int i)
             stream_fin(s);
         return false;
     }
-    if (!s->drop && !s->out_fin) {
+    if (s->drop)
+        s->out_base += RECORD_HEAD + (size_t)n; /* as if a host had taken it */
+    else if (!s->out_fin) {
         if (s->record[i])
             stream_record(s, s->record[i], data, (size_t)n);
         else
@@ -241,6 +243,7 @@ int64_t streams_tick(int64_t now)
             continue;
         if (s->orphan_until <= now) {
             s->drop = true;
+            s->out_base += s->out.len;
             buf_free(&s->out);
             stream_flow(s);
         } else if (next < 0 || s->orphan_until < next) {

@@ -23,7 +23,7 @@ from venusrl.sandboxes.agent.api import Change, Code, Entry, Exit, Usage
 HELLO, DATA, ACK, RESET, STOP, BYE = range(1, 7)
 SETTLE, START, ATTACH, PROCESSES, SIGNAL, RESIZE, USAGE, CONNECT = range(1, 9)
 STAT, LIST, MKDIR, MOVE, REMOVE, READ, WRITE, WATCH, QUIESCE = range(16, 25)
-STARTED, ERROR, STDOUT, STDERR, PTY, EXIT, ENTRY, CHANGE, END, PROCESS, USED = range(1, 12)
+STARTED, ERROR, STDOUT, STDERR, PTY, EXIT, ENTRY, CHANGE, END, PROCESS, USED, POSITION = range(1, 13)
 
 VERSION = 1
 MAGIC = b"VenusRL1"
@@ -174,7 +174,7 @@ class Records:
         at = 0
         while len(self._data) - at >= _RECORD.size:
             kind, size = _RECORD.unpack_from(self._data, at)
-            if size > RECORD or not STARTED <= kind <= USED:
+            if size > RECORD or not STARTED <= kind <= POSITION:
                 raise ProtocolError("a record's header is not one")
             end = at + _RECORD.size + size
             if len(self._data) < end:

@@ -28,7 +28,7 @@ UNARY = "application/json"
 STREAMING = "application/connect+json"
 END_OF_STREAM = 0x02
 _COMPRESSED = 0x01
-_HEADER = struct.Struct(">BI")
+HEADER = struct.Struct(">BI")
 STATUS = {
     "canceled": 499,
     "unknown": 500,
@@ -69,7 +69,7 @@ class Fault(Exception):
     def status(self) -> int:
         return STATUS[self.code]
 
-    def body(self) -> dict[str, str]:
+    def body(self) -> dict[str, Any]:
         return {"code": self.code, "message": self.message}
 
 
@@ -100,7 +100,7 @@ def fault_of(error: SandboxError) -> Fault:
 def frame(message: Any, flags: int = 0) -> bytes:
     """One enveloped message."""
     payload = msgspec.json.encode(message)
-    return _HEADER.pack(flags, len(payload)) + payload
+    return HEADER.pack(flags, len(payload)) + payload
 
 
 def end_frame(fault: Fault | None) -> bytes:
@@ -112,12 +112,12 @@ async def frames(body: Bytes, limit: int = MAX_MESSAGE) -> AsyncIterator[bytes]:
     """The messages of a streaming request. Raises Fault."""
     while True:
         try:
-            head = await body.readexactly(_HEADER.size)
+            head = await body.readexactly(HEADER.size)
         except asyncio.IncompleteReadError as error:
             if error.partial:
                 raise Fault("invalid_argument", "the request ended inside a frame's header") from None
             return
-        flags, length = _HEADER.unpack(head)
+        flags, length = HEADER.unpack(head)
         if flags & _COMPRESSED:
             raise Fault("unimplemented", "compressed messages are not supported: send them with identity encoding")
         if length > limit:

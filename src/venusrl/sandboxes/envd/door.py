@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 
 from venusrl.sandboxes.agent.api import Agent, Exit, Output, ProcessSpec
-from venusrl.sandboxes.envd import connect, filesystem, process
+from venusrl.sandboxes.envd import connect, filesystem, following, process
 from venusrl.sandboxes.envd.about import NOTHING, About
 from venusrl.sandboxes.envd.answers import error_answer
 from venusrl.sandboxes.envd.connect import Fault
@@ -43,6 +43,7 @@ _MAX_ENVIRONMENT = 1 << 20
 Unary = Callable[[Agent, bytes, str], Awaitable[dict[str, Any]]]
 Remembering = Callable[[Agent, bytes, str, Room], Awaitable[dict[str, Any]]]
 Streaming = Callable[[Agent, web.Request, str, Room], Awaitable[web.StreamResponse]]
+Following = Callable[[Agent, web.Request, str, Room, About], Awaitable[web.StreamResponse]]
 
 _UNARY: dict[str, Unary] = {
     "/process.Process/List": process.listing,
@@ -62,10 +63,9 @@ _REMEMBERING: dict[str, Remembering] = {
     "/filesystem.Filesystem/RemoveWatcher": filesystem.remove_watcher,
 }
 _STREAMING: dict[str, Streaming] = {
-    "/process.Process/Connect": process.connect,
     "/filesystem.Filesystem/WatchDir": filesystem.watch_dir,
 }
-_START = "/process.Process/Start"
+_FOLLOWING: dict[str, Following] = {following.START: process.start, following.CONNECT: process.connect}
 _CLIENT_STREAM = "/process.Process/StreamInput"
 
 
@@ -107,7 +107,7 @@ class Door:
     async def _call(
         self, request: web.Request, agent: Agent, sandbox: str, path: str, about: About
     ) -> web.StreamResponse:
-        streaming = path in _STREAMING or path in (_START, _CLIENT_STREAM)
+        streaming = path in _STREAMING or path in _FOLLOWING or path == _CLIENT_STREAM
         expected = connect.STREAMING if streaming else connect.UNARY
         if request.method != "POST":
             return web.Response(status=405, headers={"Allow": "POST"})
@@ -115,8 +115,8 @@ class Door:
             return web.Response(status=415, headers={"Accept-Post": expected})
         try:
             user = requested_user(request)
-            if path == _START:
-                return await process.start(agent, request, user, self._room(sandbox), about)
+            if path in _FOLLOWING:
+                return await _FOLLOWING[path](agent, request, user, self._room(sandbox), about)
             if path in _STREAMING:
                 return await _STREAMING[path](agent, request, user, self._room(sandbox))
             limit = connect.deadline_s(request.headers)

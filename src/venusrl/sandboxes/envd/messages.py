@@ -83,8 +83,17 @@ class ListRequest(Message, frozen=True):
     pass
 
 
+class Since(Message, frozen=True):
+    """Ours: a stream that began on another host goes on. As ``following.Part``."""
+
+    pid: int = 0
+    position: int | None = None
+    ends: bool = False
+
+
 class ConnectRequest(Message, frozen=True):
     process: Selector = Selector()
+    since: Since | None = None
 
 
 class UpdateRequest(Message, frozen=True):

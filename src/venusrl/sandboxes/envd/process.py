@@ -13,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
 
 from venusrl.sandboxes.agent.api import Agent, Exit, Output, Process, ProcessInfo, ProcessSpec, Size
-from venusrl.sandboxes.envd import messages
+from venusrl.sandboxes.envd import following, messages
 from venusrl.sandboxes.envd.about import About, Verdict, verdict
-from venusrl.sandboxes.envd.connect import STREAMING, Fault, decode, end_frame, frame, frames, one_frame
+from venusrl.sandboxes.envd.connect import HEADER, STREAMING, Fault, decode, end_frame, frame, frames, one_frame
+from venusrl.sandboxes.envd.following import Part, Parted
 from venusrl.sandboxes.envd.room import Room
 from venusrl.sandboxes.envd.streams import ServerStream
-from venusrl.sandboxes.protocol import SandboxError
+from venusrl.sandboxes.protocol import SandboxError, SandboxMoving
+from venusrl.sandboxes.runtimes.base import Shortages
 
 SIGKILL = 9
 _KEEPALIVE: dict[str, Any] = {"event": {"keepalive": {}}}
@@ -117,30 +119,49 @@ async def start(agent: Agent, request: web.Request, user: str, room: Room, about
         before = await about.shortages(False)
         process = await agent.start(spec)
         holder.append(process)
-        async for event in _followed(process, lambda end: verdict(about, before, end)):
+        async for event in _followed(process, Part(process.pid, 0, ends=True), about, before):
             yield event
 
+    return await _until_deadline(agent, request, room, events(), holder)
+
+
+async def connect(agent: Agent, request: web.Request, _user: str, room: Room, about: About) -> web.StreamResponse:
+    """Follow a process that runs. The deadline ends the following only, unless it is that of the process's start, which
+    went on here with the sandbox."""
+    holder: list[Process] = []
+
+    async def events() -> AsyncGenerator[Any, None]:
+        follow = following.of(request)
+        message = b"" if follow is None else follow.message
+        asked = decode(message[HEADER.size :] or await one_frame(request.content), messages.ConnectRequest)
+        since = asked.since
+        before = await about.shortages(False) if since is not None and since.ends else None
+        process = await agent.attach(await select(agent, asked.process))
+        if since is None:
+            part = Part(process.pid)
+        else:
+            part = Part(process.pid, since.position, since.ends)
+            holder.extend([process] if since.ends else [])
+        async for event in _followed(process, part, about, before, again=since is not None):
+            yield event
+
+    return await _until_deadline(agent, request, room, events(), holder)
+
+
+async def _until_deadline(
+    agent: Agent, request: web.Request, room: Room, events: AsyncGenerator[Any, None], doomed: list[Process]
+) -> web.StreamResponse:
+    """Answer with ``events``; what is in ``doomed`` ends at the client's deadline, whether that is here or not."""
+
     async def kill() -> None:
-        for process in holder:
+        for process in doomed:
             await _kill_after(agent, process.pid, 0.0)
 
     def kill_later(seconds: float) -> None:
-        for process in holder:
+        for process in doomed:
             room.keep(_kill_after(agent, process.pid, seconds), f"the deadline of process {process.pid}")
 
-    return await ServerStream(request, _KEEPALIVE).serve(events(), kill, kill_later)
-
-
-async def connect(agent: Agent, request: web.Request, _user: str, _room: Room) -> web.StreamResponse:
-    """Follow a process that runs. The deadline ends the following only."""
-
-    async def events() -> AsyncGenerator[Any, None]:
-        asked = decode(await one_frame(request.content), messages.ConnectRequest)
-        process = await agent.attach(await select(agent, asked.process))
-        async for event in _followed(process):
-            yield event
-
-    return await ServerStream(request, _KEEPALIVE).serve(events())
+    return await ServerStream(request, _KEEPALIVE).serve(events, kill, kill_later)
 
 
 async def update(agent: Agent, payload: bytes, _user: str) -> dict[str, Any]:
@@ -202,19 +223,35 @@ def client_stream_answer(message: Any | None, fault: Fault | None) -> web.Respon
     return web.Response(body=body, headers={"Content-Type": STREAMING})
 
 
-async def _no_verdict(_end: Exit) -> Verdict:
-    return ""
-
-
 async def _followed(
-    process: Process, judge: Callable[[Exit], Awaitable[Verdict]] = _no_verdict
+    process: Process, part: Part, about: About, before: Shortages | None, *, again: bool = False
 ) -> AsyncGenerator[Any, None]:
+    """What it says after ``part``, as messages. ``before``: judge a failure by what was short since; ``again``: the
+    client knows of it already. Raises Parted when the sandbox goes elsewhere."""
+    position = part.position
     try:
-        yield {"event": {"start": {"pid": process.pid}}}
+        yield _KEEPALIVE if again else {"event": {"start": {"pid": process.pid}}}
         async for event in process.events():
-            yield end_event(event, await judge(event)) if isinstance(event, Exit) else data_event(event)
+            if isinstance(event, Exit):
+                yield end_event(event, "" if before is None else await verdict(about, before, event))
+                continue
+            if again and _known(process.span, position):
+                continue
+            yield data_event(event)
+            position = process.span[1] if process.span is not None else None
+    except SandboxMoving as moving:
+        raise Parted(str(moving), Part(process.pid, position, part.ends)) from None
     finally:
         await _detach(process)
+
+
+def _known(span: tuple[int, int] | None, position: int | None) -> bool:
+    """Whether a client that has everything up to ``position`` has it. Raises Fault when there is a gap before it."""
+    if span is None or position is None:
+        return False
+    if span[0] > position:
+        raise Fault("data_loss", f"{span[0] - position} bytes of output were dropped: nobody followed the process")
+    return span[1] <= position
 
 
 async def _detach(process: Process) -> None:

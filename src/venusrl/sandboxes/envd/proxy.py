@@ -31,6 +31,7 @@ from yarl import URL
 
 from venusrl.sandboxes.agent.api import Agent
 from venusrl.sandboxes.envd.answers import PORT_CLOSED, sandbox_answer
+from venusrl.sandboxes.envd.following import Follow
 from venusrl.sandboxes.envd.streams import STALL_S
 from venusrl.sandboxes.envd.upstream import PortClosed, PortConnector
 
@@ -93,14 +94,15 @@ async def relay_http(
     url: URL,
     headers: CIMultiDict[str],
     check: Callable[[ClientResponse], None] | None = None,
+    follow: Follow | None = None,
 ) -> web.StreamResponse:
-    """Answer with what ``url`` answers. ``check`` sees that first and may raise. Raises ClientError, ValueError before
-    the answer has begun."""
+    """Answer with what ``url`` answers. ``check`` sees that first and may raise. ``follow``: one turn of its stream.
+    Raises ClientError, ValueError before the answer has begun."""
     sending = session.request(
         request.method,
         url,
         headers=headers,
-        data=_body(request) if request.can_read_body else None,
+        data=(follow and follow.message) or (_body(request) if request.can_read_body else None),
         allow_redirects=False,
     )
     async with sending as upstream:
@@ -108,16 +110,27 @@ async def relay_http(
             check(upstream)
         if upstream.status < 200:
             raise ValueError(f"status {upstream.status} was not asked for")
+        if follow is not None and upstream.status != 200:
+            if follow.response is not None:  # how the turn was refused, for whoever holds the stream
+                return web.Response(status=upstream.status, body=await upstream.read())
+            follow = None
         # Given both, a length that is not the chunks' would let an answer run over into the next one.
         chunked = ("content-length",) if "Transfer-Encoding" in upstream.headers else ()
         headers = kept(upstream.headers, chunked)
-        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
-        await response.prepare(request)
+        response = None if follow is None else follow.response
+        if response is None:
+            response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
+            await response.prepare(request)
+            if follow is not None:
+                follow.response = response
         try:
             async for piece in upstream.content.iter_any():
+                if follow is not None and not (piece := follow.passed(piece)):
+                    continue
                 async with asyncio.timeout(STALL_S):
                     await response.write(piece)
-            await response.write_eof()
+            if follow is None or follow.parted is None:
+                await response.write_eof()
         except (ClientError, ConnectionError, TimeoutError):
             # The status is out already: break off, so that nobody takes a part for the whole.
             if request.transport is not None:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
+from venusrl.sandboxes.envd import following
 from venusrl.sandboxes.envd.connect import STREAMING, Fault, deadline_s, end_frame, fault_of, frame
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxMoving, SandboxPaused
 
@@ -47,7 +46,10 @@ class ServerStream:
         """``keepalive`` is the message sent when nothing else was for a while."""
         self._request = request
         self._keepalive = keepalive
-        self._response = web.StreamResponse(headers={"Content-Type": STREAMING, "Cache-Control": "no-cache"})
+        self._follow = following.of(request)
+        begun = None if self._follow is None else self._follow.response
+        self._response = begun or web.StreamResponse(headers={"Content-Type": STREAMING, "Cache-Control": "no-cache"})
+        self._said = False
 
     async def serve(
         self,
@@ -68,17 +70,18 @@ class ServerStream:
             if fault is not None and fault.code == "deadline_exceeded" and on_deadline is not None:
                 await on_deadline()
             await self._write(end_frame(fault))
-            await self._response.write_eof()
+            if self._follow is None or self._follow.parted is None:
+                await self._response.write_eof()
         except (ClientGone, asyncio.CancelledError) as left:
             if limit is not None and on_gone is not None:
                 on_gone(max(0.0, limit - (loop.time() - began)))
-            self._drop()
+            following.reset(self._request)
             if isinstance(left, asyncio.CancelledError):
                 raise
         except (SandboxGone, SandboxPaused):
-            if not self._response.prepared:
+            if not self._said:
                 raise
-            self._drop()
+            following.reset(self._request)
         return self._response
 
     async def _pump(self, events: AsyncGenerator[Any, None], limit: float | None) -> Fault | None:
@@ -110,7 +113,7 @@ class ServerStream:
         except Fault as fault:
             return fault
         except SandboxMoving as moving:
-            if not self._response.prepared:
+            if not self._said:
                 raise
             return fault_of(moving)  # in order, unlike a sandbox's death: whoever followed it can connect again
         except (SandboxGone, SandboxPaused):
@@ -124,11 +127,16 @@ class ServerStream:
                     await step
 
     async def _write(self, data: bytes) -> None:
+        self._said = True
+        if self._follow is not None and not (data := self._follow.passed(data)):
+            return
         try:
             async with asyncio.timeout(STALL_S):
                 if not self._response.prepared:
                     # Not before there is something to say: a client that is answered early may stop sending.
                     await self._response.prepare(self._request)
+                    if self._follow is not None:
+                        self._follow.response = self._response
                 await self._response.write(data)
         except (ConnectionError, TimeoutError):
             raise ClientGone from None
@@ -137,16 +145,6 @@ class ServerStream:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ClientGone
-
-    def _drop(self) -> None:
-        transport = self._request.transport
-        if transport is None:
-            return
-        connection = transport.get_extra_info("socket")
-        if connection is not None:
-            # With a reset: clients take a connection that just ends for a malformed answer.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        transport.abort()
 
 
 async def _next(events: AsyncGenerator[Any, None]) -> Any:

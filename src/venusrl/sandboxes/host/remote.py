@@ -32,6 +32,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from venusrl.sandboxes.agent.api import Stream, Usage
+from venusrl.sandboxes.envd import following
 from venusrl.sandboxes.envd.proxy import SILENCE_S, is_websocket, kept, relay_http, relay_websocket
 from venusrl.sandboxes.host import wire
 from venusrl.sandboxes.host.api import (
@@ -193,7 +194,7 @@ class RemoteHost:
         try:
             if is_websocket(request):
                 return await relay_websocket(request, self._session(), url, headers)
-            return await relay_http(request, self._session(), url, headers, self._check)
+            return await relay_http(request, self._session(), url, headers, self._check, following.of(request))
         except WSServerHandshakeError as error:
             self._raise_refusal(error)
             return web.Response(status=error.status, text=f"the service on port {port} refused the WebSocket")

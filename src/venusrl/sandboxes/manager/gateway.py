@@ -23,7 +23,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from venusrl.sandboxes.agent.api import Stream
-from venusrl.sandboxes.envd import answers
+from venusrl.sandboxes.envd import answers, following
 from venusrl.sandboxes.envd.door import INTERNAL
 from venusrl.sandboxes.envd.signing import BadSignature, Signed, matches, verify
 from venusrl.sandboxes.host.api import ENVD_PORT, Host, State
@@ -37,7 +37,7 @@ from venusrl.sandboxes.manager.gateway_address import (
     is_shared,
     names_sandbox,
 )
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxMoving, SandboxPaused
 
 ACCESS_HEADER = "X-Access-Token"
 _OPEN = {("GET", "/health"), ("HEAD", "/health")}
@@ -45,6 +45,9 @@ _SIGNABLE = {("GET", "/files"), ("POST", "/files")}
 _IN_TRANSIT: frozenset[State] = frozenset({"pausing", "resuming", "moving"})
 _ATTEMPTS = 5
 """How often a sandbox may change hands under one request."""
+
+_TURNS = 256
+"""How often under one stream."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -115,7 +118,7 @@ class Gateway:
         self._limits = limits or GatewayLimits()
         self.parked = 0
         """How many requests wait now for a sandbox in transit."""
-        self.counters: dict[str, float] = {"requests": 0, "refused": 0, "parked": 0, "woken": 0}
+        self.counters: dict[str, float] = {"requests": 0, "refused": 0, "parked": 0, "woken": 0, "carried_on": 0}
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -197,6 +200,24 @@ class Gateway:
         return route
 
     async def _forwarded(self, request: web.Request, where: Address, route: Route) -> web.StreamResponse:
+        follow = following.begin(request) if where.port == ENVD_PORT else None
+        answer = await self._sent(request, where, route)
+        for _ in range(_TURNS):
+            if follow is None or follow.parted is None:
+                break
+            # The client's stream waits, and goes on elsewhere.
+            self.counters["carried_on"] += 1
+            await self._directory.disputed(where.sandbox, SandboxMoving(f"sandbox {where.sandbox} moves"))
+            try:
+                answer = await self._sent(follow.turn(), where, route)
+            except Answered as end:
+                answer = end.response
+            if answer is not follow.response:
+                return await follow.end(answer)
+        return answer if follow is None or follow.parted is None else await follow.end(_transitioning(where.sandbox))
+
+    async def _sent(self, request: web.Request, where: Address, route: Route) -> web.StreamResponse:
+        """To where it is. Raises Answered."""
         for _ in range(_ATTEMPTS):
             host = await self._reachable(where)
             sent = _masked(request, route, where.port)
@@ -326,6 +347,8 @@ def _masked(request: web.Request, route: Route, port: int) -> web.Request:
 
 def _consumed(request: web.Request) -> bool:
     """Whether something of the body was taken already, so that it cannot be sent again."""
+    if (follow := following.of(request)) is not None and follow.message:
+        return False
     # aiohttp tells what arrived (total_bytes); what was taken of it only its cursor knows.
     return bool(getattr(request.content, "_cursor", 0))
 

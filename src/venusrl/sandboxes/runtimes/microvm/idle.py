@@ -182,6 +182,10 @@ class _AwakeProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        return self._process.span
+
     async def events(self) -> AsyncIterator[Output | Exit]:
         async with self._door.awake():
             async for event in self._process.events():
