@@ -170,6 +170,7 @@ struct user {
 bool user_find(const char *name, struct user *u); /* "" = the sandbox's default */
 int user_become(const struct user *u);            /* 0 or errno */
 const char *no_user(const char *name);            /* what to say, in E2B's words, when there is none of that name */
+void user_name(uid_t uid, char *to, size_t n);
 void group_name(gid_t gid, char *to, size_t n);
 extern char *default_user;
 extern char **default_env; /* ends with NULL */
