@@ -19,14 +19,20 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def started(url: str, key: str, state: Path, domain: str) -> AsyncIterator[Service]:
-    """``url`` "" = start one, with its state below ``state``; its sandboxes end with it."""
+async def started(
+    url: str, key: str, state: Path, domain: str, images: tuple[str, ...] = ()
+) -> AsyncIterator[Service]:
+    """``url`` "" = start one, with its state below ``state``; its sandboxes end with it. ``images``: names of images of
+    a registry for which this machine's own packages stand."""
     if url:
         yield Service(url, key)
         return
     server = Server(ServeConfig(state=state, listen="127.0.0.1:0", domain=domain))
     await server.start()
     try:
+        assert server.local.templates is not None
+        for image in images:
+            await server.local.templates.from_directory("", image, None)
         yield Service(server.url, server.api_key)
     finally:
         await server.stop(kill=True)

@@ -331,3 +331,30 @@ async def test_no_runtime_no_build(tmp_path: Path) -> None:
     assert "no runtime" in build.reason.message
     with pytest.raises(SandboxError, match="namespace runtime"):
         capture_of(fake_runtime())
+
+
+async def test_an_image_that_was_imported_by_its_name_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: list[str]
+) -> None:
+    """What the operator imported, not what another tenant calls so; and no other tag of it."""
+    templates = await make(tmp_path, fake_runtime())
+    await imported(templates, tmp_path, name="ubuntu:22.04")
+    await imported(templates, tmp_path, tenant="other", name="debian:12")
+
+    def pull(_store: object, reference: str, *_: object) -> None:
+        raise BadTemplate(f"{reference} would be fetched")
+
+    monkeypatch.setattr("venusrl.sandboxes.templates.oci.pull", pull)
+    for image, fetched in (
+        ("ubuntu:22.04", ""),
+        ("docker.io/library/ubuntu:22.04", ""),
+        ("ubuntu:24.04", "ubuntu:24.04"),
+        ("ubuntu", "ubuntu"),
+        ("registry.test/ubuntu:22.04", "registry.test/ubuntu:22.04"),
+        ("debian:12", "debian:12"),
+    ):
+        waiting = templates.create("t", "made")
+        await templates.build("t", waiting.template, waiting.id, BuildRequest(from_image=image))
+        done = await templates.wait(waiting.id)
+        assert (done.reason.message if done.reason else "") == (f"{fetched} would be fetched" if fetched else ""), image
+    await templates.close()

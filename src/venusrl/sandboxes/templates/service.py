@@ -52,6 +52,8 @@ HOST = RESERVED[0]
 BASE = "base"
 _BASE_IMAGES = ("e2bdev/base", "e2bdev/code-interpreter")
 """What E2B's clients build on when told nothing: here the base template."""
+_LATEST = "latest"
+"""An image's tag when none is named."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -340,9 +342,10 @@ class Templates:
 
     async def _base_of(self, tenant: str, build: Build, request: BuildRequest) -> Image:
         """What a build begins with, as the tenant's and with the build's sizes."""
-        source = request.from_image.removeprefix("docker.io/")
-        if request.from_template or source.partition(":")[0] in _BASE_IMAGES:
-            base = await self.resolve(request.from_template or BASE, tenant)
+        source = request.from_image.removeprefix("docker.io/").removeprefix("library/")
+        template = request.from_template or self._standing_for(source)
+        if template:
+            base = await self.resolve(template, tenant)
             if not base.layers:
                 raise BadTemplate(f'"{base.name}" has no layers to build on: use fromTemplate "{BASE}"')
             return msgspec.structs.replace(
@@ -356,6 +359,15 @@ class Templates:
                 return self._based(build, tenant, made, None, scratch)
 
         return await asyncio.to_thread(pull)
+
+    def _standing_for(self, image: str) -> str:
+        """The template that is used for an image of a registry, "" = it is fetched: ``base`` for E2B's own images, and
+        what the operator imported under the very name and tag."""
+        name, _, tag = image.partition(":")
+        if name in _BASE_IMAGES:
+            return BASE
+        known = (one for one in self.records.all("") if not one.tenant and name in one.names)
+        return next((f"{one.id}:{tag or _LATEST}" for one in known if (tag or _LATEST) in one.tags), "")
 
     # -- uploads
 
