@@ -19,9 +19,7 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def started(
-    url: str, key: str, state: Path, domain: str, images: tuple[str, ...] = ()
-) -> AsyncIterator[Service]:
+async def started(url: str, key: str, state: Path, domain: str, images: tuple[str, ...] = ()) -> AsyncIterator[Service]:
     """``url`` "" = start one, with its state below ``state``; its sandboxes end with it. ``images``: names of images of
     a registry for which this machine's own packages stand."""
     if url:
