@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from decimal import Decimal
+from itertools import accumulate
 
 import msgspec
 import pytest
@@ -19,6 +21,8 @@ from venusrl.simulation.bound import bound
 from venusrl.simulation.run import simulate
 from venusrl.simulation.scenario import EngineSpec, FailureSpec, FleetSpec, SandboxSpec, Scenario, TrainerSpec
 from venusrl.simulation.truth import TrueLengths
+from venusrl.simulation.workloads.branches import Line, branches
+from venusrl.simulation.workloads.replay import Replay
 from venusrl.simulation.workloads.synthetic import Synthetic
 
 ROUNDING = 1 - 1e-9
@@ -117,6 +121,31 @@ def test_no_policy_beats_the_bound(name: str, scenario: Scenario, seed: int) -> 
 @given(scenario=scenarios(), seed=st.integers(0, 1000))
 def test_not_even_one_that_knows_the_lengths_beats_the_bound(scenario: Scenario, seed: int) -> None:
     result = simulate(scenario, Venus(predictor=Oracle(TrueLengths(scenario.workload, seed))), seed)
+    assert result.time_s >= bound(scenario, seed).time_s * ROUNDING
+
+
+def alike(scenario: Scenario, seed: int) -> Scenario:
+    """The same trajectories, of which more is the same: answers and observations, up to some token of each."""
+    chance, config = random.Random(seed), scenario.scheduler
+    groups = config.window + config.batch_groups * (config.max_steps or 1)
+    scripts = [[scenario.workload.script(seed, o, i, 0) for i in range(config.group_size)] for o in range(groups)]
+    lines = []
+    for number, script in enumerate(script for group in scripts for script in group):
+        ends = list(accumulate(tokens for turn in script.turns for tokens in (turn.generated, turn.observation)))
+        same = chance.randint(0, script.length)
+        tokens = [0] * same + [number + 1] * (script.length - same)
+        lines.append(Line(tokens, [script.prompt, *(min(script.length, script.prompt + end) for end in ends)]))
+    common = iter(branches(lines))
+    members = tuple(tuple(msgspec.structs.replace(s, branches=next(common)) for s in group) for group in scripts)
+    return msgspec.structs.replace(scenario, workload=Replay(members))
+
+
+@pytest.mark.parametrize("name", ["fcfs", "thunderagent-repaired"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios(), seed=st.integers(0, 1000))
+def test_no_policy_beats_the_bound_where_much_is_shared(name: str, scenario: Scenario, seed: int) -> None:
+    baseline, scenario = REGISTRY[name], alike(scenario, seed)
+    result = simulate(as_run_by(baseline, scenario), baseline.policy(), seed)
     assert result.time_s >= bound(scenario, seed).time_s * ROUNDING
 
 

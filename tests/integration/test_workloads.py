@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 
 from venusrl.simulation.scenario import Script
 from venusrl.simulation.workloads import WORKLOADS, WorkloadError, make_workload
+from venusrl.simulation.workloads.branches import Line, branches
 from venusrl.simulation.workloads.claude_code import SAMPLE, sessions
 from venusrl.simulation.workloads.draws import Quantiles, quantile, stream
 from venusrl.simulation.workloads.drift import Drift
 from venusrl.simulation.workloads.openswe import SOLVED_OF_16, OpenSwe
 from venusrl.simulation.workloads.replay import replay
-from venusrl.types import EndReason, Group, StopReason, Trajectory, Turn
+from venusrl.types import EndReason, Group, Segment, StopReason, Trajectory, Turn
 
 TASKS = 70
 
@@ -211,6 +213,42 @@ def test_a_recorded_run_is_replayed_as_it_went() -> None:
     assert prompts(script) == [100, 150]
     with pytest.raises(WorkloadError, match="no finished trajectory"):
         replay([recorded_group(0, [])])
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=7), st.data())
+def test_branches_say_what_any_two_have_in_common(sequences: list[list[int]], data: st.DataObject) -> None:
+    ends = [sorted(data.draw(st.sets(st.integers(1, len(tokens))))) for tokens in sequences]
+    found = branches([Line(tokens, cuts) for tokens, cuts in zip(sequences, ends, strict=True)])
+    for i, mine in enumerate(found):
+        others = [_shared(sequences[i], sequences[j]) for j in range(len(sequences)) if j != i]
+        assert sum(b.tokens for b in mine) == max(others, default=0)
+        for j, theirs in enumerate(found):
+            common = [a for a, b in zip(mine, theirs, strict=False) if a == b] if i != j else []
+            assert i == j or sum(b.tokens for b in common) == _shared(sequences[i], sequences[j])
+            assert i == j or not {a.name for a in mine[len(common) :]} & {b.name for b in theirs[len(common) :]}
+        cuts = list(accumulate(b.tokens for b in mine))
+        assert set(cuts) >= {end for end in ends[i] if end <= sum(b.tokens for b in mine)}
+
+
+def test_a_replay_knows_what_recorded_trajectories_have_in_common() -> None:
+    def member(index: int, answer: list[int], result: list[int]) -> Trajectory:
+        tokens = [1, 2, 3, 4, *answer, *result, 9]
+        prompts = [4, 4 + len(answer) + len(result)]
+        turns = [turn(0, prompts[0], len(answer), 1.0), turn(1, prompts[1], 1, 0.0)]
+        segment = Segment(tokens, [False] * len(tokens), [0.0] * len(tokens), [])
+        return Trajectory(f"t{index}", "g", "task", index, 0, 0, [segment], turns, 1.0, EndReason.SUBMITTED)
+
+    members = [member(0, [5, 5], [6, 7]), member(1, [5, 5], [6, 8]), member(2, [5, 4], [6, 7])]
+    workload = replay([Group("g", "task", 0, 0, members)])
+    paths = [workload.script(0, 0, index, 0).branches for index in range(3)]
+    assert [[b.tokens for b in path or ()] for path in paths] == [[4, 1, 1, 1], [4, 1, 1, 1], [4, 1]]
+    assert paths[0] == paths[1]
+    assert paths[2] == (paths[0] or ())[:2]
 
 
 # --- contracts ---------------------------------------------------------------------------------------------

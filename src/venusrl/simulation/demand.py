@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -112,7 +112,8 @@ class Demand:
 def demand(members: Sequence[Script], machine: Hardware, trainer: TrainerSpec, load_s: float = 0.0) -> Demand:
     """Of one group. ``load_s``: how long a worker takes to load weights."""
     parts = [_trajectory(script, machine) for script in members]
-    shared = max(script.shared_prefix for script in members)
+    # Where more is shared than that, other groups may have computed it.
+    shared = max(script.shared_prefix if script.branches is None else 0 for script in members)
     gaps = sorted(gap for part in parts for gap in part.gaps)
     refills = list(accumulate((gap.refill_s for gap in reversed(gaps)), initial=0.0))[::-1]
     shared_s = machine.fastest.prefill_s(shared)
@@ -166,31 +167,42 @@ class _Trajectory:
 
 
 def _trajectory(script: Script, machine: Hardware) -> _Trajectory:
-    """Sums over its turns. The shared prefix is left to the group: each member's own part follows it."""
-    costs, fastest, shared = machine.costs, machine.fastest, script.shared_prefix
+    """Sums over its turns. What it shares is left to others: its own part follows that."""
+    costs, fastest, shared = machine.costs, machine.fastest, _shared(script)
     total = _Trajectory()
-    context, new = shared, script.prompt - shared
     last = len(script.turns) - 1
-    for number, turn in enumerate(script.turns):
-        prefill_s = costs.prefill_s(new, context)
+    for number, (turn, (known, context)) in enumerate(zip(script.turns, _prompts(script), strict=True)):
+        new = context - known
+        prefill_s = costs.prefill_s(new, known)
         total.engine_s += prefill_s
-        total.prefill_kv_s += prefill_s * (context - shared + new / 2) / machine.top_speed
-        total.alone_s += fastest.prefill_s(new, context)
-        context += new
+        total.prefill_kv_s += prefill_s * (known - shared + new / 2) / machine.top_speed
+        total.alone_s += fastest.prefill_s(new, known)
         steps = turn.generated
         contexts = decode_contexts(context, steps)
         total.engine_s += costs.step_sequence_s * steps + costs.step_kv_token_s * contexts
-        total.own_contexts += contexts - shared * steps
+        total.own_contexts += max(0.0, contexts - shared * steps)
         total.alone_s += (fastest.step_base_s + fastest.step_sequence_s) * steps + fastest.step_kv_token_s * contexts
-        context += turn.generated
         if number < last:
             total.alone_s += turn.tool_s
-            gap = _gap(context, turn.tool_s, script.shared_prefix, machine)
+            gap = _gap(context + steps, turn.tool_s, shared, machine)
             if gap is not None:
                 total.gaps.append(gap)
-            new = turn.observation
     total.alone_s += script.verify_s
     return total
+
+
+def _shared(script: Script) -> int:
+    """Tokens at its beginning that others may compute for it."""
+    return script.shared_prefix if script.branches is None else sum(branch.tokens for branch in script.branches)
+
+
+def _prompts(script: Script) -> Iterator[tuple[int, int]]:
+    """Of each turn: tokens of its prompt that a cache may hold by then, and all of them."""
+    before, added, shared = 0, script.prompt, _shared(script)
+    for turn in script.turns:
+        context = before + added
+        yield min(context, max(before, shared)), context
+        before, added = context + turn.generated, turn.observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,18 +217,16 @@ class Rest:
 
 def remaining(script: Script, machine: Hardware) -> tuple[Rest, ...]:
     """For each turn; one more for the end of the last."""
-    costs, fastest, shared = machine.costs, machine.fastest, script.shared_prefix
-    news = [script.prompt - shared, *(turn.observation for turn in script.turns[:-1])]
-    contexts = [shared, *accumulate(news, initial=shared)][1:-1]
-    generated = [0, *accumulate(turn.generated for turn in script.turns)]
+    costs, fastest = machine.costs, machine.fastest
+    prompts = list(_prompts(script))
     rests = [Rest(script.verify_s, 0.0, 0)]
     for number in reversed(range(len(script.turns))):
-        turn, after, before = script.turns[number], rests[-1], contexts[number] + generated[number]
-        steps, context = turn.generated, before + news[number]
+        turn, after, (known, context) = script.turns[number], rests[-1], prompts[number]
+        steps = turn.generated
         decode_s = (fastest.step_base_s + fastest.step_sequence_s) * steps
         decode_s += fastest.step_kv_token_s * decode_contexts(context, steps)
         tool_s = turn.tool_s if number + 1 < len(script.turns) else 0.0
-        engine_s = costs.prefill_s(news[number], before) + costs.step_sequence_s * steps
+        engine_s = costs.prefill_s(context - known, known) + costs.step_sequence_s * steps
         engine_s += costs.step_kv_token_s * decode_contexts(context, steps)
         rests.append(Rest(after.alone_s + decode_s + tool_s, after.engine_s + engine_s, after.tokens + steps))
     return tuple(reversed(rests))
@@ -230,6 +240,8 @@ def decode_contexts(context: int, generated: int) -> float:
 def _gap(context: int, tool_s: float, shared: int, machine: Hardware) -> _Gap | None:
     """None if holding costs nothing, or nothing that a re-prefill would not cost as well."""
     own = context - shared
+    if own <= 0:
+        return None
     refill_s = machine.costs.prefill_s(own, shared)
     hold_kv_s = own * (tool_s - refill_s / machine.top_speed / 2)
     if hold_kv_s <= 0:

@@ -22,12 +22,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from venusrl.scheduling.costs import EngineCosts
-from venusrl.simulation.cache import Cache
+from venusrl.simulation.cache import Cache, Node, Path
 from venusrl.simulation.requests import Request
 from venusrl.simulation.scenario import EngineSpec
 
@@ -77,6 +78,7 @@ class Engine:
         """Queued and running, by trajectory."""
         self.running = 0
         self._chunk = spec.prefill_chunk
+        self._limit = spec.kv_capacity * (1 - spec.watermark)
         self._arrivals = 0
         self._queue: list[tuple[tuple[int, int], int, Request]] = []
         self._prefills: deque[Request] = deque()
@@ -150,7 +152,7 @@ class Engine:
         self._arrivals += 1
         request.key = (-urgency if self.spec.priority_queue else 0, self._arrivals)
         if not self.spec.prefix_cache:
-            request.shared = 0
+            request.branches, request.path, request.shared = (), (), 0
         self.requests[request.trajectory] = request
         self._enqueue(request)
 
@@ -203,12 +205,12 @@ class Engine:
                 request.reported = tokens
         return told
 
-    def receive(self, trajectory: str, group: str, shared: int, own: int, now: float) -> bool:
+    def receive(self, trajectory: str, path: Path, own: int, now: float) -> bool:
         """Take KV from another worker. False, and nothing happens, if it does not fit beside the running requests."""
         self.advance(now)
-        if self.kv_running + own + self.cache.newly_pinned(group, shared) > self.capacity:
+        if self.kv_running + own + self.cache.newly_pinned(path) > self.capacity:
             return False
-        self.cache.insert(trajectory, group, shared, own)
+        self.cache.insert(trajectory, path, own)
         return True
 
     def abort_all(self, now: float) -> list[Request]:
@@ -277,17 +279,21 @@ class Engine:
     def _fits(self, request: Request) -> bool:
         if not self.running:
             return True
-        after = self.kv_running + request.own + self.cache.newly_pinned(request.group, request.shared)
+        after = self.kv_running + request.own
+        if after > self._limit:
+            return False
+        after += self.cache.newly_pinned(request.path)
         # Without any room to grow (watermark 0) it would be preempted at this very instant, for ever.
-        return after < self.capacity and after <= self.capacity * (1 - self.spec.watermark)
+        return after < self.capacity and after <= self._limit
 
     def _start(self, request: Request) -> None:
         """Admit: find what is cached, take room for the rest, queue its computation."""
-        prefix, of_prefix, of_own = self.cache.occupy(request.trajectory, request.group, request.shared)
-        request.prefix, request.epoch = prefix, self.cache.epoch
-        request.missing = request.shared - of_prefix
+        found = self.cache.occupy(request.trajectory, request.path)
+        request.prefix, request.epoch = found.node, self.cache.epoch
+        request.lacking, request.missing = found.lacking, request.shared - found.path
         # An engine computes the last token whatever it has cached: it needs its logits.
-        cached = min(of_prefix + of_own, request.context - 1)
+        cached = min(found.path + found.own, request.context - 1)
+        cached -= cached % self.spec.page_tokens
         request.total = request.context - cached
         request.todo = float(request.total)
         request.work_s = self.costs.prefill_s(request.total, cached) / request.total
@@ -354,7 +360,7 @@ class Engine:
     def _stop(self, request: Request, *, decoded: int | None = None, drop: bool = False) -> None:
         """A running request leaves the batch; its KV idles (``drop``: not what it decoded)."""
         self.running -= 1
-        missing = 0
+        uncomputed: Sequence[tuple[Node, int]] = ()
         if request.state == "decode":
             if decoded is None:
                 decoded = self._decoded(request)
@@ -365,15 +371,16 @@ class Engine:
             computed = request.computed
             found = request.own - (request.total - request.missing)
             own = max(0, found + max(0, computed - request.missing))
-            missing = self._pass_on(request, max(0, request.missing - computed))
+            uncomputed = self._pass_on(request, computed)
             self._count_computed(request)
             request.prefill_s += self._now - request.since
             self._prefills.remove(request)
             self._reserved -= request.own
-        self.cache.vacate(
-            request.trajectory, request.prefix, own if self.spec.prefix_cache else 0, request.epoch, missing
-        )
+        kept = own if self.spec.prefix_cache else 0
+        onwards = request.onwards(kept)
+        self.cache.vacate(request.trajectory, request.prefix, kept, request.epoch, uncomputed, onwards)
         request.prefix = None
+        request.follow()
 
     def _leave_decoding(self, request: Request) -> None:
         request.decode_s += self._now - request.since
@@ -385,19 +392,27 @@ class Engine:
             self._own = self._context = self._tau = 0.0
             self._ends.clear()
 
-    def _pass_on(self, request: Request, missing: int) -> int:
-        """The part of its prefix that a stopped request did not compute falls to the next one that waits for it.
-        How much falls to nobody."""
-        if not missing:
-            return 0
+    def _pass_on(self, request: Request, computed: int) -> list[tuple[Node, int]]:
+        """What a stopped request did not compute of its path falls to the next ones that wait for it. What falls to
+        nobody."""
+        left = []
+        for node, tokens in request.lacking:
+            done = min(computed, tokens)
+            computed -= done
+            if done < tokens:
+                left.append((node, tokens - done))
+        return [(node, tokens) for node, tokens in reversed(left) if not self._inherited(request, node, tokens)]
+
+    def _inherited(self, request: Request, node: Node, tokens: int) -> bool:
         for heir in self._prefills:
-            if heir is not request and heir.prefix is request.prefix:
-                heir.total += missing
-                heir.missing += missing
-                heir.todo += missing
+            if heir is not request and heir.prefix is not None and node in heir.prefix.up():
+                heir.total += tokens
+                heir.missing += tokens
+                heir.todo += tokens
+                heir.lacking.insert(0, (node, tokens))
                 heir.work_s = self.costs.prefill_s(heir.total, heir.context - heir.total) / heir.total
-                return 0
-        return missing
+                return True
+        return False
 
     def _count_decoded(self, request: Request, tokens: int) -> None:
         self.totals.decoded += tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from venusrl.simulation.cache import Path
 from venusrl.simulation.core import Timer
 from venusrl.simulation.scenario import Script
 
@@ -29,6 +30,7 @@ class Episode:
     """One trajectory. The ``_s``: where its time went."""
 
     __slots__ = (
+        "branches",
         "cached",
         "decode_s",
         "fails_at",
@@ -65,6 +67,8 @@ class Episode:
         self.group = group
         self.index = index
         self.script = script
+        self.branches: Path = script.branches if script.branches is not None else _of_group(script, group.name)
+        """What its context may share with others, stretch after stretch."""
         self.state: Literal["sandbox", "held", "engine", "tool", "verify", "finished", "over"] = "sandbox"
         self.fails_at: int | None = None
         """The turn after which its sandbox dies."""
@@ -88,3 +92,7 @@ class Episode:
         self.generated = self.prefilled = self.cached = 0
         self.held_s = self.longest_hold_s = self.queued_s = self.prefill_s = self.decode_s = 0.0
         self.tool_s = self.sandbox_s = self.verify_s = 0.0
+
+
+def _of_group(script: Script, group: str) -> Path:
+    return ((group, script.shared_prefix),) if script.shared_prefix else ()

@@ -120,7 +120,7 @@ class Episodes:
         script, now = episode.script, self._core.now
         left = script.turns[episode.turn].generated - episode.resumed
         context = episode.prompt + episode.resumed
-        request = Request(episode.name, episode.group.name, script.shared_prefix, context, left)
+        request = Request(episode.name, episode.branches, context, left)
         version = self.fleet.submit(request, action.worker, action.urgency)
         self._recorder.dispatched(episode, now)
         episode.state = "engine"

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from venusrl.scheduling import actions as act
 from venusrl.scheduling import events as ev
-from venusrl.simulation.cache import RELEASED, RETAINED
+from venusrl.simulation.cache import RELEASED, RETAINED, Path
 from venusrl.simulation.core import Core, Timer
 from venusrl.simulation.engine import Engine
 from venusrl.simulation.requests import Request
@@ -57,12 +57,11 @@ class Server:
 class Move:
     """KV of an idle trajectory under way to another worker."""
 
-    __slots__ = ("group", "life", "shared", "target", "trajectory")
+    __slots__ = ("life", "path", "target", "trajectory")
 
-    def __init__(self, trajectory: str, group: str, shared: int, target: Server) -> None:
+    def __init__(self, trajectory: str, path: Path, target: Server) -> None:
         self.trajectory = trajectory
-        self.group = group
-        self.shared = shared
+        self.path = path
         self.target = target
         self.life = target.life
 
@@ -84,7 +83,8 @@ class Fleet:
         self._loaded_now: list[Server] = []
         self._homes: dict[str, Server] = {}
         """Where each trajectory's last turn ran: what is cached of it is there."""
-        self._prefixes: dict[str, tuple[str, int]] = {}
+        self._last: dict[str, Request] = {}
+        """The request of each trajectory's last turn."""
         self._moves: dict[str, Move] = {}
         core.after_timer.append(self._settle)
         core.carry_out[act.Migrate] = self._migrate
@@ -109,7 +109,7 @@ class Fleet:
             raise PolicyFault(f"{request.trajectory} is sent to {worker}, which is down")
         self._give_up_move(request.trajectory)
         self._homes[request.trajectory] = server
-        self._prefixes[request.trajectory] = (request.group, request.shared)
+        self._last[request.trajectory] = request
         server.engine.submit(request, urgency, self._core.now)
         self._touch(server)
         return server.version
@@ -128,7 +128,7 @@ class Fleet:
         """The trajectory is over and has no request; what is cached of it stays until evicted."""
         self._give_up_move(trajectory)
         server = self._homes.pop(trajectory, None)
-        self._prefixes.pop(trajectory, None)
+        self._last.pop(trajectory, None)
         if server is not None:
             server.engine.cache.forget(trajectory)
 
@@ -294,9 +294,9 @@ class Fleet:
         if source is target or not (own and source.up and target.up):
             self._core.report(ev.KVTransferred(action.trajectory, action.worker, 0))
             return
-        group, shared = self._prefixes[action.trajectory]
-        tokens = own + target.engine.cache.lacking(group, shared)
-        move = self._moves[action.trajectory] = Move(action.trajectory, group, shared, target)
+        path = self._last[action.trajectory].path
+        tokens = own + target.engine.cache.lacking(path)
+        move = self._moves[action.trajectory] = Move(action.trajectory, path, target)
         begin = max(self._core.now, source.link_free_at)
         source.link_free_at = begin + source.engine.costs.transfer_s(tokens)
         self._core.at(source.link_free_at, self._moved, move, source, source.life)
@@ -309,7 +309,7 @@ class Fleet:
         own = source.engine.cache.own(move.trajectory)
         alive = source.life == life and move.target.life == move.life and move.target.up
         target = move.target.engine
-        taken = bool(alive and own) and target.receive(move.trajectory, move.group, move.shared, own, self._core.now)
+        taken = bool(alive and own) and target.receive(move.trajectory, move.path, own, self._core.now)
         if taken:
             source.engine.cache.drop(move.trajectory)
             self._homes[move.trajectory] = move.target

@@ -32,6 +32,14 @@ class TurnScript(NamedTuple):
     exit_code: int | None = 0
 
 
+class Branch(NamedTuple):
+    """A stretch of tokens that several trajectories have in common, after others that they have in common. ``name``:
+    the same for all of them, and for them alone."""
+
+    name: int
+    tokens: int
+
+
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One trajectory as it will go, whoever schedules it.
 
@@ -51,12 +59,19 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sandbox_memory: float = 1.0
     max_turn_tokens: int = 131072
     """What ``TurnRequested.max_tokens`` says; a turn that generates that many stops with ``LENGTH``."""
+    branches: tuple[Branch, ...] | None = None
+    """What it has in common with other trajectories, as an engine's cache would share it, from its first token on; None
+    where nobody knows: the shared prefix, with its group."""
 
     def __post_init__(self) -> None:
         if not self.turns or any(turn.generated < 1 for turn in self.turns):
             raise ValueError("a script has at least one turn, and every turn generates at least one token")
         if not 0 <= self.shared_prefix <= self.prompt or self.prompt < 1:
             raise ValueError("shared_prefix must lie in 0..prompt, and prompt must be at least 1")
+        if self.branches:
+            tokens = [branch.tokens for branch in self.branches]
+            if min(tokens) < 1 or sum(tokens) > self.length:
+                raise ValueError("branches have at least one token each, and no more than the trajectory in all")
 
     @property
     def generated(self) -> int:
@@ -115,10 +130,15 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preempted_kv: Literal["evictable", "dropped"] = "evictable"
     """What becomes of a sequence that the engine preempts for want of KV: its cache stays until others need the
     room (vLLM), or what it decoded in this turn is dropped at once (SGLang's retraction)."""
+    page_tokens: int = 1
+    """The cache finds whole pages of so many tokens. 1: what a page's end costs is left out."""
 
     def __post_init__(self) -> None:
-        if self.kv_capacity < 1 or self.slots < 1 or self.prefill_chunk < 1 or self.speed <= 0:
-            raise ValueError(f"engine {self.name}: kv_capacity, slots, prefill_chunk and speed must be positive")
+        counts = (self.kv_capacity, self.slots, self.prefill_chunk, self.page_tokens)
+        if min(counts) < 1 or self.speed <= 0:
+            raise ValueError(
+                f"engine {self.name}: kv_capacity, slots, prefill_chunk, page_tokens and speed must be positive"
+            )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"engine {self.name}: watermark must lie in [0, 1)")
 

@@ -31,6 +31,8 @@ from venusrl.types import Group, Trajectory, Turn
 EMBEDDED = "embedded"
 _PREFILL_CHUNK = 512
 """Of the embedded engine, its default."""
+_PAGE = 16
+"""Tokens, likewise."""
 _LEAST_PREFILL_S = 1e-6
 _TIME_BAND = (0.8, 1.25)
 _HIT_BAND = 0.05
@@ -100,6 +102,7 @@ def recorded_scenario(recording: Recording) -> Scenario:
         msgspec.structs.replace(costs, prefill_token_s=max(_LEAST_PREFILL_S, costs.prefill_token_s)),
         prefill_chunk=_PREFILL_CHUNK,
         kv_control=True,
+        page_tokens=_PAGE,
     )
     return msgspec.structs.replace(
         made,

@@ -2,17 +2,20 @@
 
 Owns: how recorded trajectories (``types``) become scripts. Must not know: where they are stored.
 
-Lengths, tool times, set-up and verification times are as recorded; engine and queueing times are not kept, the
-simulation makes its own. A replacement (``attempt`` > 0) is another member of the same group.
+Lengths, tool times, set-up and verification times are as recorded, and where the tokens are kept, so is what the
+trajectories have in common; engine and queueing times are not kept, the simulation makes its own. A replacement
+(``attempt`` > 0) is another member of the same group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 
 import msgspec
 
-from venusrl.simulation.scenario import Script, TurnScript
+from venusrl.simulation.scenario import Branch, Script, TurnScript
+from venusrl.simulation.workloads.branches import Line, branches
 from venusrl.simulation.workloads.errors import WorkloadError
 from venusrl.types import Group, Trajectory
 
@@ -38,19 +41,35 @@ class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="repla
 def replay(groups: Iterable[Group]) -> Replay:
     """The recorded groups as a workload. Raises WorkloadError when there are none."""
     ordered = sorted(groups, key=lambda g: g.ordinal)
-    scripts = tuple(_scripts(group) for group in ordered if any(t.turns for t in group.trajectories))
-    if not scripts:
+    members = [[t for t in group.trajectories if t.turns] for group in ordered]
+    members = [played for played in members if played]
+    if not members:
         raise WorkloadError("there is no finished trajectory with a turn to replay")
-    return Replay(scripts)
+    flat = [t for played in members for t in played]
+    common: Iterator[tuple[Branch, ...] | None] = repeat(None)
+    if all(t.segments for t in flat):
+        common = iter(branches([_line(t) for t in flat]))
+    return Replay(tuple(_scripts(played, common) for played in members))
 
 
-def _scripts(group: Group) -> tuple[Script, ...]:
-    members = [t for t in group.trajectories if t.turns]
+def _scripts(members: list[Trajectory], common: Iterator[tuple[Branch, ...] | None]) -> tuple[Script, ...]:
     shared = min(t.turns[0].prompt_tokens for t in members)
-    return tuple(_script(t, shared) for t in members)
+    return tuple(_script(t, shared, next(common)) for t in members)
 
 
-def _script(trajectory: Trajectory, shared: int) -> Script:
+def _line(trajectory: Trajectory) -> Line:
+    """Its tokens up to where its history was rewritten: what follows another history is not what it was recorded as."""
+    tokens = trajectory.segments[0].token_ids
+    ends: list[int] = []
+    for turn in trajectory.turns:
+        end = turn.prompt_tokens + turn.generated_tokens
+        if end > len(tokens) or not turn.generated_tokens or turn.prompt_tokens < (ends[-1] if ends else 1):
+            break
+        ends += (turn.prompt_tokens, end)
+    return Line(tokens[: ends[-1]] if ends else [], ends)
+
+
+def _script(trajectory: Trajectory, shared: int, common: tuple[Branch, ...] | None) -> Script:
     turns, context = [], trajectory.turns[0].prompt_tokens
     for turn, following in zip(trajectory.turns, [*trajectory.turns[1:], None], strict=True):
         context += max(1, turn.generated_tokens)
@@ -66,4 +85,5 @@ def _script(trajectory: Trajectory, shared: int) -> Script:
         reward=trajectory.reward or 0.0,
         setup_s=max(0.0, first.requested_at - trajectory.started_at),
         verify_s=trajectory.verify_s,
+        branches=common,
     )
