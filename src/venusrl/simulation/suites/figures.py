@@ -100,28 +100,35 @@ def where_time_went(analysis: Analysis) -> Any:
     if not cells:
         return None
     families = look.present(cells, (VENUS_FAMILY, *FAMILIES, TRUE_LENGTHS))
-    columns = min(3, len(cells))
-    rows = -(-len(cells) // columns)
-    height = 0.7 + rows * (0.7 + 0.24 * len(families))
-    figure, every = look.panels(rows, columns, 1.6 + 3.1 * columns, height, sharey=True)
-    for axes, cell in zip(every, cells, strict=False):
+    figure, every = _bars(cells, families)
+    for axes, cell in zip(every, cells, strict=True):
         for line, family in enumerate(families):
             entry = look.best(cell, family)
             if entry is not None:
                 _split(axes, line, entry, entry.time_s / cell.entries[VENUS].time_s)
-        axes.set_title(cell.cell, fontsize=9, color=INK)
-        axes.set_yticks(range(len(families)), [family.label for family in families])
         axes.axvline(1.0, color=INK, linewidth=0.9)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}x")
-    every[0].invert_yaxis()
-    for axes in every[len(cells) :]:
-        axes.set_visible(False)
     names = {"waiting": "waiting its turn", "prefill": "prefill", "decode": "decoding", "tools": "in tools"}
     names |= {"sandbox": "sandbox set-up", "verification": "being verified"}
     handles = [look.patch(OURS, "training"), *(look.patch(_PHASES[phase], names[phase]) for phase in PHASES)]
     look.legend(figure, handles)
     figure.supxlabel("time, against that of venus; idle time split by the life of each batch's last trajectory", size=9)
     return figure
+
+
+def _bars(cells: Sequence[CellAnalysis], families: Sequence[look.Family]) -> tuple[Any, list[Any]]:
+    """A panel a cell with a line for each family, at most three panels side by side."""
+    columns = min(3, len(cells))
+    rows = -(-len(cells) // columns)
+    height = 0.7 + rows * (0.7 + 0.24 * len(families))
+    figure, every = look.panels(rows, columns, 1.6 + 3.1 * columns, height, sharey=True)
+    for axes, cell in zip(every, cells, strict=False):
+        axes.set_title(cell.cell, fontsize=9, color=INK)
+        axes.set_yticks(range(len(families)), [family.label for family in families])
+    every[0].invert_yaxis()
+    for axes in every[len(cells) :]:
+        axes.set_visible(False)
+    return figure, every[: len(cells)]
 
 
 def _split(axes: Any, line: int, entry: Entry, length: float) -> None:
@@ -186,25 +193,15 @@ def staleness(analysis: Analysis) -> Any:
         return None
     families = look.present(cells, (VENUS_FAMILY, *FAMILIES))
     lags = sorted({lag for c in cells for e in c.entries.values() for lag in e.staleness})
-    columns = min(3, len(cells))
-    rows = -(-len(cells) // columns)
-    height = 0.7 + rows * (0.7 + 0.24 * len(families))
-    figure, every = look.panels(rows, columns, 1.6 + 3.1 * columns, height, sharey=True)
-    for axes, cell in zip(every, cells, strict=False):
+    figure, every = _bars(cells, families)
+    for axes, cell in zip(every, cells, strict=True):
         for line, family in enumerate(families):
-            entry, left = look.best(cell, family), 0.0
-            for lag in lags if entry is not None else ():
-                assert entry is not None
-                share = entry.staleness.get(lag, 0.0)
-                axes.barh(line, share, left=left, height=0.72, color=_shade(lag))
-                left += share
-        axes.set_title(cell.cell, fontsize=9, color=INK)
-        axes.set_yticks(range(len(families)), [family.label for family in families])
+            entry = look.best(cell, family)
+            shares = [entry.staleness.get(lag, 0.0) if entry is not None else 0.0 for lag in lags]
+            for place, lag in enumerate(lags):
+                axes.barh(line, shares[place], left=sum(shares[:place]), height=0.72, color=_shade(lag))
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    every[0].invert_yaxis()
-    for axes in every[len(cells) :]:
-        axes.set_visible(False)
     look.legend(figure, [look.patch(_shade(lag), f"staleness {lag}") for lag in lags])
     figure.supxlabel("share of the trained trajectories", size=9)
     return figure
