@@ -17,7 +17,7 @@ import pytest
 from tests.integration.persistent import WAIT_S, left_of, output, running, shell, spec, starting
 
 from venusrl.sandboxes.agent.api import Exit, Output, ProcessSpec
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused, TemplateNotFound
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused, TemplateNotFound, Unsupported
 from venusrl.sandboxes.runtimes.base import Snapshot
 from venusrl.sandboxes.runtimes.namespace import groups
 from venusrl.sandboxes.runtimes.namespace.instance import NamespaceInstance, Record
@@ -158,6 +158,34 @@ async def test_an_idle_one_is_kept_as_files_only(runtime: NamespaceRuntime, tmp_
         await again.pause(memory=False)
         await again.kill()
     assert left_of(tmp_path / "ns") == []
+
+
+async def test_a_snapshot_waits_for_what_the_agent_itself_does(runtime: NamespaceRuntime, tmp_path: Path) -> None:
+    """A file that was just written is no running process, though a child of the agent's wrote it."""
+    parent = await runtime.create(spec("parent"))
+    release = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"first "
+        await release.wait()
+        yield b"last"
+
+    writing = asyncio.create_task(parent.agent.write("/home/user/slow", "user", slow()))
+    assert isinstance(parent, NamespaceInstance)
+    group = parent._maker.group("parent")
+    assert group is not None
+    async with asyncio.timeout(WAIT_S):
+        while len(group.pids()) < 2:  # noqa: ASYNC110 - nobody tells when it has begun
+            await asyncio.sleep(0.01)
+    snapshotting = asyncio.create_task(parent.snapshot(tmp_path / "taken"))
+    await asyncio.wait({snapshotting}, timeout=0.1)
+    release.set()
+    child = await runtime.restore(spec("child"), await snapshotting)
+    await writing
+    assert await output(child, "cat ~/slow") == "first last"
+    await child.agent.start(ProcessSpec(("sleep", "1000"), "user"))
+    with pytest.raises(Unsupported, match="end them"):
+        await child.snapshot(tmp_path / "refused")
 
 
 async def test_a_snapshot_makes_as_many_as_wanted(runtime: NamespaceRuntime, tmp_path: Path) -> None:

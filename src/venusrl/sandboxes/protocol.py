@@ -59,6 +59,12 @@ class RuntimeUnavailable(SandboxError):
     reason = "runtime_unavailable"
 
 
+class Unsupported(SandboxError):
+    """What the sandbox's runtime cannot do; the message names what can."""
+
+    reason = "unsupported"
+
+
 class HostDiskFull(SandboxError):
     """The machine itself has no space left for another sandbox; the message says where."""
 

@@ -41,6 +41,7 @@ from venusrl.sandboxes.protocol import (
     SandboxGone,
     SandboxPaused,
     TemplateNotFound,
+    Unsupported,
 )
 from venusrl.sandboxes.runtimes.base import Network
 from venusrl.sandboxes.templates.errors import BadTemplate, TemplateBusy, TemplateTaken
@@ -124,6 +125,7 @@ _PLAIN: dict[str, type[SandboxError]] = {
         TemplateBusy,
         TemplateNotFound,
         TemplateTaken,
+        Unsupported,
     )
 }
 _CODES = frozenset(get_args(Code))

@@ -36,11 +36,14 @@ _AGENT_STATUS = {
     "unavailable": 503,
     "unimplemented": 501,
     "internal": 500,
+    "unauthenticated": 401,
 }
 _BY_REASON = {
     "host_lost": (503, "node_unreachable", 5.0),
     "operation_timeout": (504, "operation_timeout", None),
     "already_exists": (409, None, None),
+    "unsupported": (409, None, None),
+    "move_unsupported": (409, None, None),
     "bad_template": (400, None, None),
     "template_taken": (403, None, None),
     "template_busy": (409, None, None),

@@ -24,7 +24,7 @@ import msgspec
 from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec, Settings
 from venusrl.sandboxes.agent.client import AgentClient
 from venusrl.sandboxes.agent.link import Connector
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused, Unsupported
 from venusrl.sandboxes.runtimes.base import Footprint, Network, Shortages, Snapshot, Spec
 from venusrl.sandboxes.runtimes.gvisor.place import Place, Runsc
 from venusrl.sandboxes.runtimes.namespace import archive
@@ -34,6 +34,7 @@ from venusrl.sandboxes.templates.api import Image
 NAME = "gvisor"
 _FILES = "files"
 _SETTLE_S = 20.0
+_AGENTS_OWN_S = 5.0
 _READY_S = 300.0
 _READY_EVERY_S = 0.1
 State = Literal["running", "frozen", "files"]
@@ -165,10 +166,10 @@ class GvisorInstance:
             self._place.files.unlink()
 
     async def snapshot(self, directory: Path, *, memory: bool = True) -> Snapshot:
-        """Files only. Raises SandboxError when memory is asked for and there is some to keep."""
+        """Files only. Raises Unsupported when memory is asked for and there is some to keep."""
         self._require_alive()
-        if memory and self._state != "files" and await self._busy():
-            raise SandboxError(
+        if memory and self._state != "files" and await self._others_run():
+            raise Unsupported(
                 "the gvisor runtime cannot keep running processes in a snapshot: end them, ask for the files only, "
                 "or use the microvm runtime"
             )
@@ -261,6 +262,15 @@ class GvisorInstance:
         pids = await asyncio.to_thread(self._runsc.call, "ps", "--format", "json", self._place.container)
         return len(msgspec.json.decode(pids)) > 1
 
+    async def _others_run(self) -> bool:
+        """Whether anything but the agent does. What that does itself (a file was just written) ends by itself."""
+        deadline = asyncio.get_running_loop().time() + _AGENTS_OWN_S
+        while await self._busy():
+            late = asyncio.get_running_loop().time() > deadline
+            if self._state != "running" or late or await self.running_agent().processes():
+                return True
+        return False
+
     async def _packed(self, target: Path) -> None:
         """Its files at one instant."""
         running = self._state == "running"
@@ -305,7 +315,7 @@ class GvisorInstance:
 def check_network(network: Network) -> None:
     """Raises SandboxError: there is none to give."""
     if network.internet or network.allow:
-        raise SandboxError("the gvisor runtime has no network but loopback: use the namespace runtime for egress")
+        raise Unsupported("the gvisor runtime has no network but loopback: use the namespace runtime for egress")
 
 
 async def preload(agent: Agent, image: Image) -> None:

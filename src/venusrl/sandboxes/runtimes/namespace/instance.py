@@ -14,6 +14,7 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
@@ -23,7 +24,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from venusrl.sandboxes.agent.api import Agent, Settings
-from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
+from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused, Unsupported
 from venusrl.sandboxes.runtimes.base import Footprint, Network, Shortages, Snapshot, Spec
 from venusrl.sandboxes.runtimes.namespace import archive, pageout
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
@@ -34,6 +35,7 @@ FILES = "files"
 RUNTIME = "namespace"
 _END_S = 10.0
 _SETTLE_S = 30.0
+_AGENTS_OWN_S = 5.0
 State = Literal["running", "frozen", "files", "ended"]
 
 
@@ -215,11 +217,11 @@ class NamespaceInstance:
             await asyncio.to_thread(shutil.rmtree, kept)
 
     async def snapshot(self, directory: Path, *, memory: bool = True) -> Snapshot:
-        """Files only. Raises SandboxError when memory is asked for and there is some to keep."""
+        """Files only. Raises Unsupported when memory is asked for and there is some to keep."""
         self._require_alive()
         group = None if self._state == "files" else self._freezable()
-        if group is not None and memory and len(group.pids()) > 1:
-            raise SandboxError(
+        if group is not None and memory and await self._others_run(group):
+            raise Unsupported(
                 "the namespace runtime cannot keep running processes in a snapshot: end them, ask for the files only, "
                 "or use the microvm runtime"
             )
@@ -234,6 +236,15 @@ class NamespaceInstance:
             raise
         size = (directory / FILES).stat().st_size
         return Snapshot(str(directory), memory=False, bytes=size, runtime=RUNTIME)
+
+    async def _others_run(self, group: PersistentGroup) -> bool:
+        """Whether anything but the agent does. What that does itself (a file was just written) ends by itself."""
+        deadline = time.monotonic() + _AGENTS_OWN_S
+        while len(group.pids()) > 1:
+            if self._state != "running" or time.monotonic() > deadline or await self.agent.processes():
+                return True
+            await asyncio.sleep(0.005)
+        return False
 
     async def set_network(self, network: Network) -> None:
         self._require_alive()
