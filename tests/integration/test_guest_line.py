@@ -362,3 +362,26 @@ async def test_dropped_output_counts(inside: Guest) -> None:
         assert span[0] >= at
         at = span[1]
     assert at == before[1] + 2 * 5 + len("dropped\nthree\n")
+
+
+async def test_several_who_follow_go_on_one_after_the_other(inside: Guest) -> None:
+    """What the first to come has taken is there for the others, whoever sends input first."""
+    process = await inside.client.start(shell("echo one; read x; echo two; read x; echo three; exit 4", stdin=True))
+    before, _ = await next_span(process, 0)
+    await inside.client.close()
+    later = inside.another()
+    writer = await later.attach(process.pid, output=False)
+    await writer.send(b"\n")
+    first = await later.attach(process.pid, since=before[1])
+    assert (await next_span(first, before[1]))[1] == b"two\n"
+    await writer.send(b"\n")
+    second = await later.attach(process.pid, since=before[1])
+    for follower in (second, first):
+        ended = await all_of(follower)
+        assert (ended.stdout[-6:], ended.exit) == (b"three\n", Exit(4))
+        assert follower.span is not None
+        assert follower.span[0] == before[1] + 2 * 5 + len("two\nthree\n")
+    assert ended.stdout == b"three\n"
+    late = await later.attach(process.pid, since=before[1])
+    assert (await all_of(late)).exit == Exit(4)
+    assert late.span == first.span  # its output is no more, and that shows

@@ -211,7 +211,7 @@ class Doomed:
 
 
 async def test_a_sandbox_that_dies_breaks_the_stream_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def attach(pid: int) -> Doomed:
+    async def attach(pid: int, **_: object) -> Doomed:
         return Doomed()
 
     async with front() as it:

@@ -237,7 +237,7 @@ class MemoryAgent:
         except asyncio.CancelledError:
             call.finish(_killed(call))
 
-    async def attach(self, pid: int, *, output: bool = True) -> Process:
+    async def attach(self, pid: int, *, output: bool = True, since: int | None = None) -> Process:
         self._check()
         if pid not in self.calls:
             raise AgentError("not_found", f"there is no process {pid}")

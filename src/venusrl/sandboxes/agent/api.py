@@ -183,11 +183,13 @@ class Agent(Protocol):
         """Raises AgentError: not_found (program or user), invalid_argument (cwd, environment), resource_exhausted."""
         ...
 
-    async def attach(self, pid: int, *, output: bool = True) -> Process:
+    async def attach(self, pid: int, *, output: bool = True, since: int | None = None) -> Process:
         """Follow a process from now on; one that ended a short while ago gives its Exit. Raises not_found.
 
         After the host's service was restarted, the first to attach also gets what the former one had not taken yet.
         ``output`` False: only to send, signal, resize; such a handle holds nothing up, its events are the Exit alone.
+        ``since``, a place as in ``Process.span``: where an earlier host's follower goes on, shortly after that host's
+        end; others may have taken more meanwhile.
         """
         ...
 

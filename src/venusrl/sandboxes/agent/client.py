@@ -95,7 +95,7 @@ class AgentClient:
         channel = self._line.open(fields, last=False)
         return self._handle(await self._begun(channel, spec), output=True)
 
-    async def attach(self, pid: int, *, output: bool = True) -> Process:
+    async def attach(self, pid: int, *, output: bool = True, since: int | None = None) -> Process:
         if not 0 < pid < 1 << 31:
             raise AgentError("not_found", f"there is no process {pid}")
         lock = self._attaching.get(pid) or asyncio.Lock()
@@ -105,7 +105,7 @@ class AgentClient:
             if followed is None:
                 channel = self._line.open(wire.opened(wire.ATTACH, wire.u32(pid)), last=False)
                 followed = await self._begun(channel, None)
-            return self._handle(followed, output)
+            return self._handle(followed, output, since)
 
     async def _begun(self, channel: Channel, spec: ProcessSpec | None) -> Followed:
         """The first record of a process's stream. Given up before it came, the agent ends what was to be started."""
@@ -120,8 +120,8 @@ class AgentClient:
         self._followed[pid] = followed
         return followed
 
-    def _handle(self, followed: Followed, output: bool) -> Process:
-        return Handle(followed, output, self._ask)
+    def _handle(self, followed: Followed, output: bool, since: int | None = None) -> Process:
+        return Handle(followed, output, self._ask, since)
 
     def _over(self, followed: Followed) -> None:
         if self._followed.get(followed.pid) is followed:

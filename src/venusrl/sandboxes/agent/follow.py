@@ -30,6 +30,34 @@ _STREAMS: dict[int, Literal["stdout", "stderr", "pty"]] = {
 }
 
 
+_KEPT_S = 60.0
+_KEPT_BYTES = 1 << 20
+_KEPT_EACH = 128
+"""What a piece costs beyond its bytes."""
+
+
+class _Recent:
+    """The newest output of a process that an earlier host followed: its followers come one after the other, and each
+    goes on where it was. Kept for a short while only."""
+
+    def __init__(self) -> None:
+        self._until = asyncio.get_running_loop().time() + _KEPT_S
+        self._pieces: deque[tuple[int, int, Output]] = deque()
+        self._size = 0
+
+    def add(self, at: int, size: int, output: Output) -> None:
+        if asyncio.get_running_loop().time() > self._until:
+            self._pieces.clear()
+            return
+        self._pieces.append((at, size, output))
+        self._size += size + _KEPT_EACH
+        while self._size > _KEPT_BYTES:
+            self._size -= self._pieces.popleft()[1] + _KEPT_EACH
+
+    def after(self, at: int) -> list[tuple[int, int, Output]]:
+        return [piece for piece in self._pieces if piece[0] > at]
+
+
 class _Follower:
     """What one handle has not taken yet. Kept apart from the handle, so that dropping that one is seen."""
 
@@ -53,19 +81,24 @@ class Followed:
         self.pid = pid
         self.spec = spec
         self.exit: Exit | None = None
+        self._exit_size = 0
         self._channel = channel
         self._over = over
         self._followers: list[_Follower] = []
         self._shift = -channel.acked if new else None
+        self._recent = None if new else _Recent()
         self._seen = channel.acked
         self._sending = asyncio.Lock()
         channel.listener = self._on_change
 
-    def follower(self, output: bool) -> _Follower:
+    def follower(self, output: bool, since: int | None) -> _Follower:
         made = _Follower(output, self._seen)
         self._followers.append(made)
+        if output and since is not None and self._recent is not None and self._shift is not None:
+            for at, size, said in self._recent.after(since - self._shift):
+                made.push(at, said, size)
         if self.exit is not None:
-            made.push(self._seen, self.exit)
+            made.push(self._seen, self.exit, self._exit_size)
         elif self._channel.failure is not None:
             made.push(self._seen, self._channel.failure)
         self._on_change()
@@ -138,10 +171,12 @@ class Followed:
         if self.exit is not None or kind not in (wire.EXIT, *_STREAMS):
             raise wire.ProtocolError("a process's stream holds what it may not")
         if kind == wire.EXIT:
-            self.exit = wire.ending(payload)
+            self.exit, self._exit_size = wire.ending(payload), size
+        elif self._recent is not None:
+            self._recent.add(self._seen, size, Output(_STREAMS[kind], payload))
         for follower in self._followers:
             if kind == wire.EXIT and self.exit is not None:
-                follower.push(self._seen, self.exit)
+                follower.push(self._seen, self.exit, size)
             elif kind != wire.EXIT and follower.output:
                 follower.push(self._seen, Output(_STREAMS[kind], payload), size)
 
@@ -149,10 +184,10 @@ class Followed:
 class Handle:
     """Somebody's hold on a process."""
 
-    def __init__(self, process: Followed, output: bool, ask: Ask) -> None:
+    def __init__(self, process: Followed, output: bool, ask: Ask, since: int | None = None) -> None:
         self._process = process
         self._ask = ask
-        self._follower = process.follower(output)
+        self._follower = process.follower(output, since)
         self._span: tuple[int, int] | None = None
         self._release = weakref.finalize(self, process.drop, self._follower)
         self._release.atexit = False
@@ -178,7 +213,7 @@ class Handle:
             try:
                 yield event
             finally:
-                follower.taken = at
+                follower.taken = max(follower.taken, at)  # what was kept here was taken long ago
                 self._process.acknowledge()
             if isinstance(event, Exit):
                 self._release()

@@ -23,6 +23,7 @@ struct process {
     int status;
     int64_t exited_at, read_at;
     size_t remaining[2]; /* of each source, when it ended */
+    uint64_t said;       /* finished: all of its output, as streams count it */
 };
 static struct process *processes;
 
@@ -195,6 +196,20 @@ void process_start(struct stream *s, struct reader *r)
 
 /* -- ending */
 
+/* Bytes of `out` that are not the process's own words; how many of those its hosts have taken, and how many there are. */
+static size_t preface(const struct stream *s)
+{
+    uint64_t n = s->head > s->out_base ? s->head - s->out_base : 0;
+    return n < s->out.len ? (size_t)n : s->out.len;
+}
+
+static uint64_t taken(const struct stream *s)
+{
+    return s->first + (s->out_base > s->head ? s->out_base - s->head : 0);
+}
+
+static uint64_t said(const struct stream *s) { return taken(s) + s->out.len - preface(s); }
+
 static void put_exit(struct stream *s, const struct process *p)
 {
     unsigned char e[8];
@@ -210,8 +225,10 @@ static bool sources_open(const struct stream *s) { return s && (s->source[0].fd 
 static void finish(struct process *p)
 {
     p->finished = true;
-    if (p->stream)
+    if (p->stream) {
+        p->said = said(p->stream);
         put_exit(p->stream, p);
+    }
 }
 
 void process_source_closed(struct process *p)
@@ -325,20 +342,6 @@ static void move_ends(struct stream *from, struct stream *to)
         stream_sink(to, fd);
 }
 
-/* Bytes of `out` that are not the process's own words; how many of those its hosts have taken, and how many there are. */
-static size_t preface(const struct stream *s)
-{
-    uint64_t n = s->head > s->out_base ? s->head - s->out_base : 0;
-    return n < s->out.len ? (size_t)n : s->out.len;
-}
-
-static uint64_t taken(const struct stream *s)
-{
-    return s->first + (s->out_base > s->head ? s->out_base - s->head : 0);
-}
-
-static uint64_t said(const struct stream *s) { return taken(s) + s->out.len - preface(s); }
-
 /* Nobody follows any more: what it says from now on is dropped, so that it goes on. */
 void process_let_go(struct stream *s)
 {
@@ -380,13 +383,13 @@ void process_attach(struct stream *s, struct reader *r)
     stream_record(s, R_STARTED, b.p, b.len);
     buf_free(&b);
     struct stream *before = p->stream;
-    if (before) {
-        unsigned char position[8];
-        s->first = taken(before);
-        set64(position, s->first);
-        stream_record(s, R_POSITION, position, sizeof position);
-        s->head = s->out.len;
-    }
+    unsigned char position[8];
+    s->first = before ? taken(before) : p->said;
+    if (p->finished && s->first > p->said)
+        s->first = p->said; /* its end was taken too */
+    set64(position, s->first);
+    stream_record(s, R_POSITION, position, sizeof position);
+    s->head = s->out.len;
     if (!before || (before->drop && p->finished)) {
         put_exit(s, p);
         return;

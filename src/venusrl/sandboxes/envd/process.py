@@ -136,7 +136,8 @@ async def connect(agent: Agent, request: web.Request, _user: str, room: Room, ab
         asked = decode(message[HEADER.size :] or await one_frame(request.content), messages.ConnectRequest)
         since = asked.since
         before = await about.shortages(False) if since is not None and since.ends else None
-        process = await agent.attach(await select(agent, asked.process))
+        at = None if since is None else since.position
+        process = await agent.attach(await select(agent, asked.process), since=at)
         if since is None:
             part = Part(process.pid)
         else:
@@ -232,10 +233,11 @@ async def _followed(
     try:
         yield _KEEPALIVE if again else {"event": {"start": {"pid": process.pid}}}
         async for event in process.events():
+            known = again and _known(process.span, position)
             if isinstance(event, Exit):
                 yield end_event(event, "" if before is None else await verdict(about, before, event))
                 continue
-            if again and _known(process.span, position):
+            if known:
                 continue
             yield data_event(event)
             position = process.span[1] if process.span is not None else None

@@ -111,8 +111,8 @@ class IdleAgent:
     async def start(self, spec: ProcessSpec) -> Process:
         return _AwakeProcess(await self._do(lambda: self._agent.start(spec)), self)
 
-    async def attach(self, pid: int, *, output: bool = True) -> Process:
-        return _AwakeProcess(await self._do(lambda: self._agent.attach(pid, output=output)), self)
+    async def attach(self, pid: int, *, output: bool = True, since: int | None = None) -> Process:
+        return _AwakeProcess(await self._do(lambda: self._agent.attach(pid, output=output, since=since)), self)
 
     async def processes(self) -> list[ProcessInfo]:
         return await self._do(self._agent.processes)
