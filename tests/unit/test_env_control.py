@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import get_args
 from urllib.parse import quote, urlencode
 
 import pytest
 from tests.unit.environments import Environment, environment, fake_hosts
 
+from venusrl.sandboxes.agent.api import AgentError, Code
+from venusrl.sandboxes.host import wire
+from venusrl.sandboxes.manager.errors import refused
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxDenied, SandboxError
 from venusrl.testing.clock import VirtualClock
 
@@ -372,3 +376,11 @@ async def test_faults_of_ours_tell_nothing_of_the_inside(env: Environment) -> No
     assert status == 500
     assert "secret path" not in answer["message"]
     assert env.book.records == {}
+
+
+def test_every_failure_of_a_host_has_a_status_of_its_own() -> None:
+    """500 is for faults of ours, and for what an agent or a build says of itself."""
+    for code in get_args(Code):
+        assert (refused(AgentError(code, "x")).status == 500) == (code == "internal"), code
+    for kind in wire._PLAIN.values():
+        assert refused(kind("x")).status != 500, kind

@@ -44,7 +44,7 @@ from venusrl.sandboxes.host.cells import Cell, Cells, TimeLimits
 from venusrl.sandboxes.host.deaths import Deaths
 from venusrl.sandboxes.host.errors import MoveUnsupported, within
 from venusrl.sandboxes.host.footprints import Footprints, Learned
-from venusrl.sandboxes.host.machine import Machine
+from venusrl.sandboxes.host.machine import Machine, reserve_of
 from venusrl.sandboxes.host.moves import Sender
 from venusrl.sandboxes.host.pages import Pages
 from venusrl.sandboxes.host.records import Record, Records, check_id
@@ -163,8 +163,7 @@ class LocalHost:
         """Set by who serves it to other hosts."""
         total = self._machine.total
         self._memory = total if self._config.memory is None else min(total, self._config.memory)
-        given = self._config.reserve
-        self._reserve = max(512 * MIB, self._memory // 20) if given is None else given
+        self._reserve = reserve_of(self._memory, self._config.reserve)
 
     @property
     def name(self) -> str:

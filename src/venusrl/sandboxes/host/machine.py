@@ -29,6 +29,11 @@ class Reading(msgspec.Struct, frozen=True):
     cpu_used: float
 
 
+def reserve_of(memory: int, given: int | None) -> int:
+    """Bytes of ``memory`` that sandboxes never get: what was ``given``, else the larger of 512 MiB and a twentieth."""
+    return max(512 << 20, memory // 20) if given is None else given
+
+
 class Machine:
     """``total`` and ``cpus`` as of construction; ``read`` for what changes."""
 

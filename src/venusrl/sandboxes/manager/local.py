@@ -21,6 +21,7 @@ from venusrl.sandboxes.admission.footprint import FootprintAdmission, FootprintC
 from venusrl.sandboxes.envd.door import Door
 from venusrl.sandboxes.host.api import Host, Peer
 from venusrl.sandboxes.host.local import HostConfig, Images, LocalHost
+from venusrl.sandboxes.host.machine import reserve_of
 from venusrl.sandboxes.manager.asks import Catalogue
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.learnt import KeptFootprints
@@ -68,6 +69,7 @@ async def assemble(
     Raises RuntimeUnavailable, ManagerError.
     """
     names = tuple(names)
+    _check_memory(memory, reserve)
     if disk != "memory" and "namespace" not in names:
         raise ManagerError(f"--disk {disk} is for the namespace runtime; {', '.join(names)} keep files on disk anyway")
     runtimes = {one: _runtime(one, state / "runtimes" / one, disk) for one in names}
@@ -89,6 +91,17 @@ async def assemble(
         await kept.close()
         raise
     return LocalParts(host, admission, templates, templates, fetched, kept)
+
+
+def _check_memory(memory: int | None, reserve: int | None) -> None:
+    """Raises ManagerError."""
+    for given, option in ((memory, "--memory-mib"), (reserve, "--reserve-mib")):
+        if given is not None and given < 0:
+            raise ManagerError(f"{option} cannot be less than nothing ({given >> 20})")
+    if memory is not None and memory <= (kept := reserve_of(memory, reserve)):
+        raise ManagerError(
+            f"--memory-mib {memory >> 20} leaves nothing for sandboxes: {kept >> 20} MiB are kept back (--reserve-mib)"
+        )
 
 
 def _can_merge(share: Share) -> bool:

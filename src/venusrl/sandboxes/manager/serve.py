@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +40,8 @@ from venusrl.sandboxes.templates.sharing import Share
 _log = logging.getLogger(__name__)
 _GRACE_S = (3.0, 86400.0)
 """Nodes are asked once a second, and one that is busy may miss a second."""
+_MOST_OVERLOAD = 0.5
+_DOMAIN = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*(:[0-9]{1,5})?")
 
 
 class ServeConfig(msgspec.Struct, frozen=True):
@@ -79,12 +83,26 @@ def beyond_loopback(host: str) -> bool:
         return True
 
 
-def _check_grace(seconds: float) -> None:
-    """Raises ManagerError."""
-    if not _GRACE_S[0] <= seconds <= _GRACE_S[1]:
+def _check(config: ServeConfig) -> None:
+    """What can be known to be wrong before anything starts. Raises ManagerError."""
+    address(config.listen)
+    if config.traffic:
+        address(config.traffic)
+    grace, longest = config.settings.node_grace_s, config.settings.max_timeout_s
+    if not _GRACE_S[0] <= grace <= _GRACE_S[1]:
         raise ManagerError(
-            f"a node's grace is from {_GRACE_S[0]:g} to {_GRACE_S[1]:g} s, not {seconds:g}: choose another --node-grace"
+            f"a node's grace is from {_GRACE_S[0]:g} to {_GRACE_S[1]:g} s, not {grace:g}: choose another --node-grace"
         )
+    if not longest >= 1:
+        raise ManagerError(f"--max-timeout is a second or more, not {longest:g}")
+    if config.overload is not None and not 0 < config.overload < _MOST_OVERLOAD:
+        raise ManagerError(f"--overload is a probability between 0 and {_MOST_OVERLOAD:g}, not {config.overload:g}")
+    if config.replicas is None and config.replicas_bytes is not None:
+        raise ManagerError("--replicas-mib is for copies, and there is no directory for them: name it with --replicas")
+    if config.replicas_bytes is not None and config.replicas_bytes <= 0:
+        raise ManagerError(f"--replicas-mib is 1 or more, not {config.replicas_bytes >> 20}")
+    if config.domain and _DOMAIN.fullmatch(config.domain) is None:
+        raise ManagerError(f"{config.domain!r} is no domain, such as sandboxes.example or localhost:3000 (--domain)")
 
 
 class Server:
@@ -112,7 +130,7 @@ class Server:
         """Raises ManagerError, RuntimeUnavailable."""
         config = self.config
         host, port = address(config.listen)
-        _check_grace(config.settings.node_grace_s)
+        _check(config)
         store = open_state(config.state)
         replicas = None if config.replicas is None else Replicas(config.replicas, config.replicas_bytes)
         try:
@@ -183,7 +201,8 @@ class Server:
         try:
             return await listener.start(host, port)
         except OSError as error:
-            raise ManagerError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another") from error
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # asyncio's is longer
+            raise ManagerError(f"{host}:{port} cannot be listened on ({why}): choose another") from error
 
     def _keys(self, store: Store) -> None:
         state = self.config.state
