@@ -19,11 +19,16 @@ TURN_S = TOKENS * STEP_S
 TRAJECTORY_S = 2 * (TURN_S + 0.5) + TOOL_S
 
 
+def _found(tokens: int) -> int:
+    """In pages of 16."""
+    return tokens - tokens % 16
+
+
 def trajectory(group: int, index: int) -> Trajectory:
     """Two turns of a fixed length; all trajectories of a batch run side by side."""
     begun = group * (TRAJECTORY_S + 10.0)
     second = begun + TURN_S + TOOL_S + 0.5
-    first = Turn(0, PROMPT, TOKENS, PROMPT - 1 if index else 0, StopReason.STOP, "")
+    first = Turn(0, PROMPT, TOKENS, _found(PROMPT - 1) if index else 0, StopReason.STOP, "")
     turns = [
         msgspec.structs.replace(
             first, requested_at=begun, dispatched_at=begun, finished_at=begun + TURN_S, tool_s=TOOL_S
@@ -32,7 +37,7 @@ def trajectory(group: int, index: int) -> Trajectory:
             first,
             index=1,
             prompt_tokens=PROMPT + TOKENS + 10,
-            cached_tokens=PROMPT + TOKENS,
+            cached_tokens=_found(PROMPT + TOKENS),
             requested_at=second,
             dispatched_at=second,
             finished_at=second + TURN_S,
@@ -71,6 +76,14 @@ def test_an_engine_said_to_be_twice_as_slow_is_found_out(recording: Recording) -
     assert verdicts["tokens/s while the engine works"] == "FAILS"
     assert verdicts["a turn at the engine, its queue included (s)"] == "FAILS"
     assert verdicts["hit rate"] == "holds"
+
+
+def test_what_learned_costs_leave_out_of_the_engines_time_explains_a_quicker_simulation(recording: Recording) -> None:
+    quick = msgspec.structs.replace(ENGINE, costs=msgspec.structs.replace(ENGINE.costs, step_base_s=STEP_S / 2))
+    checks = {c.figure: c for c in check_recording(msgspec.structs.replace(recording, engine=quick))}
+    turn = checks["a turn at the engine, its queue included (s)"]
+    assert turn.verdict == "gap"
+    assert "explain 50%" in turn.known_gap
 
 
 def test_the_scenario_has_the_recipes_schedule_and_the_measured_machine(recording: Recording) -> None:

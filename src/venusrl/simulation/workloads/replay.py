@@ -45,10 +45,9 @@ def replay(groups: Iterable[Group]) -> Replay:
     members = [played for played in members if played]
     if not members:
         raise WorkloadError("there is no finished trajectory with a turn to replay")
-    flat = [t for played in members for t in played]
-    common: Iterator[tuple[Branch, ...] | None] = repeat(None)
-    if all(t.segments for t in flat):
-        common = iter(branches([_line(t) for t in flat]))
+    lines = [_line(t) for played in members for t in played]
+    known = all(line.tokens for line in lines)
+    common: Iterator[tuple[Branch, ...] | None] = iter(branches(lines)) if known else repeat(None)
     return Replay(tuple(_scripts(played, common) for played in members))
 
 
@@ -59,7 +58,7 @@ def _scripts(members: list[Trajectory], common: Iterator[tuple[Branch, ...] | No
 
 def _line(trajectory: Trajectory) -> Line:
     """Its tokens up to where its history was rewritten: what follows another history is not what it was recorded as."""
-    tokens = trajectory.segments[0].token_ids
+    tokens = trajectory.segments[0].token_ids if trajectory.segments else []
     ends: list[int] = []
     for turn in trajectory.turns:
         end = turn.prompt_tokens + turn.generated_tokens
