@@ -19,7 +19,8 @@ from venusrl.sandboxes.runtimes.namespace import kernel
 from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
 from venusrl.sandboxes.templates import tree
 from venusrl.sandboxes.templates.build import BuildRules, Step
-from venusrl.sandboxes.templates.service import BuildRequest, Rules, Templates
+from venusrl.sandboxes.templates.requests import BuildRequest, Rules, Sizes
+from venusrl.sandboxes.templates.service import Templates
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="owners and overlays need root: run as root"),
@@ -103,7 +104,7 @@ async def run(agent: Agent, command: str, user: str = "user") -> tuple[int, str]
 
 
 async def build(templates: Templates, request: BuildRequest, name: str = "made") -> tuple[str, str]:
-    waiting = templates.create("", name, memory_mib=128, disk_mib=64)
+    waiting = templates.create("", name, sizes=Sizes(memory_mib=128, disk_mib=64))
     await templates.build("", waiting.template, waiting.id, request)
     done = await templates.wait(waiting.id)
     log = "\n".join(each.message for each in templates.records.logs(done.id, 0, 1000))

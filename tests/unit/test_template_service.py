@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from tests.unit.templates import archive, directory, entry, layout, symlink, without_flushing  # noqa: F401
 
-from venusrl.sandboxes.protocol import SandboxDenied, SandboxError, TemplateNotFound
+from venusrl.sandboxes.protocol import HostDiskFull, SandboxDenied, SandboxError, TemplateNotFound
 from venusrl.sandboxes.runtimes.base import Instance, Spec
 from venusrl.sandboxes.templates import dockerfile, tree
 from venusrl.sandboxes.templates.api import Image
@@ -20,7 +21,8 @@ from venusrl.sandboxes.templates.build import BuildRules, Step
 from venusrl.sandboxes.templates.capture import capture_of
 from venusrl.sandboxes.templates.errors import BadTemplate, TemplateBusy, TemplateTaken
 from venusrl.sandboxes.templates.records import Build
-from venusrl.sandboxes.templates.service import BuildRequest, Rules, Templates
+from venusrl.sandboxes.templates.requests import BuildRequest, Rules, Sizes
+from venusrl.sandboxes.templates.service import Templates
 from venusrl.testing.agents import MemoryAgent
 from venusrl.testing.runtimes import FakeRuntime
 
@@ -275,7 +277,7 @@ async def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
         with pytest.raises(BadTemplate):
             templates.create("", name)
     with pytest.raises(BadTemplate, match="processors"):
-        templates.create("", "a", cpus=1000)
+        templates.create("", "a", sizes=Sizes(cpus=1000))
     build = templates.create("", "a")
     with pytest.raises(BadTemplate, match="exactly one"):
         await templates.build("", build.template, build.id, BuildRequest())
@@ -358,3 +360,15 @@ async def test_an_image_that_was_imported_by_its_name_is_not_fetched(
         done = await templates.wait(waiting.id)
         assert (done.reason.message if done.reason else "") == (f"{fetched} would be fetched" if fetched else ""), image
     await templates.close()
+
+
+async def test_a_full_disk_is_told_of_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = await make(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+    monkeypatch.setattr("venusrl.sandboxes.templates.directory.copy_base", full)
+    with pytest.raises(HostDiskFull, match="env template gc"):
+        await templates.from_directory("", "x", None)
+    assert [build.state for build in templates.records.builds()] == ["error"]

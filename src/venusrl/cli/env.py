@@ -249,11 +249,10 @@ def setup(
     state: _State = None,
 ) -> None:
     """Prepare a runtime that needs more than what is installed: the guest kernel of microVMs. Installs nothing."""
-    from venusrl.sandboxes.manager.state import default_state
+    from venusrl.sandboxes.manager.state import default_state, state_directory
     from venusrl.sandboxes.runtimes.microvm import setup as microvm
 
-    folder = (state or default_state()).absolute() / "runtimes" / what.value
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = state_directory((state or default_state()).absolute() / "runtimes" / what.value)
     stdout().print(asyncio.run(microvm.setup(folder, package)), markup=False)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from venusrl.cli.output import EXIT_FAILED, CommandError, print_json, stderr, st
 if TYPE_CHECKING:
     from venusrl.sandboxes.templates.api import Start
     from venusrl.sandboxes.templates.records import Build
+    from venusrl.sandboxes.templates.requests import Sizes
     from venusrl.sandboxes.templates.service import Templates
 
 app = typer.Typer(no_args_is_help=True, help="Templates: what sandboxes start from.")
@@ -38,11 +40,13 @@ def build(
     ] = None,
     ref: Annotated[str, typer.Option(help="Which image of --oci, when it holds several.")] = "",
     start: Annotated[str, typer.Option(help="A command that runs in every sandbox from the beginning.")] = "",
-    ready: Annotated[str, typer.Option(help="Succeeds once the start command is ready.")] = "",
-    cpus: Annotated[int, typer.Option(help="Processors of a sandbox (--dockerfile).")] = 1,
-    memory: Annotated[int, typer.Option(help="MiB of memory of a sandbox (--dockerfile).")] = 512,
-    disk: Annotated[int, typer.Option(help="MiB that a sandbox may write (--dockerfile).")] = 1024,
-    force: Annotated[bool, typer.Option("--force", help="Run every step again.")] = False,
+    ready: Annotated[str, typer.Option(help="A command that succeeds once --start is ready.")] = "",
+    cpus: Annotated[int, typer.Option(help="Processors of a sandbox.", min=1)] = 1,
+    memory: Annotated[int, typer.Option(help="MiB of memory of a sandbox.", min=1)] = 512,
+    disk: Annotated[
+        int | None, typer.Option(help="MiB that a sandbox may write. Default: 512; 1024 with --dockerfile.", min=1)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Run every step again (--dockerfile).")] = False,
     state: _State = None,
     json_output: _Json = False,
 ) -> None:
@@ -58,8 +62,16 @@ def build(
     sources = [source for source in (*folders, oci, image, dockerfile) if source]
     if len(sources) > 1 or (not sources and name != "base"):
         raise CommandError('name one source: a directory, --oci, --image or --dockerfile (none at all makes "base")')
-    request = _Request(name, Path(folders[0]) if folders else None, oci, image, dockerfile, ref, start, ready)
-    request.sizes, request.force = (cpus, memory, disk), force
+    for given, option, wanted, there in (
+        (ref, "--ref", "--oci", oci),
+        (force, "--force", "--dockerfile", dockerfile),
+        (ready, "--ready", "--start", start or dockerfile),
+    ):
+        if given and not there:
+            raise CommandError(f"{option} means nothing without {wanted}")
+    sizes = (cpus, memory, disk or (1024 if dockerfile else 512))
+    source = Path(folders[0]) if folders else None
+    request = _Request(name, source, oci, image, dockerfile, ref, start, ready, sizes, force)
     done = asyncio.run(_build(state, request, quiet=json_output))
     if json_output:
         print_json(_shown(done))
@@ -69,56 +81,57 @@ def build(
         raise typer.Exit(EXIT_FAILED)
 
 
+@dataclass(frozen=True)
 class _Request:
-    """What is to be built."""
+    """What is to be built. ``command``, ``ready``: of its start; ``measures``: processors, MiB of memory, of disk."""
 
-    sizes: tuple[int, int, int]
+    name: str
+    directory: Path | None
+    oci: Path | None
+    image: str
+    dockerfile: Path | None
+    ref: str
+    command: str
+    ready: str
+    measures: tuple[int, int, int]
     force: bool
-
-    def __init__(
-        self,
-        name: str,
-        directory: Path | None,
-        oci: Path | None,
-        image: str,
-        dockerfile: Path | None,
-        ref: str,
-        start: str,
-        ready: str,
-    ) -> None:
-        self.name, self.directory, self.oci, self.image = name, directory, oci, image
-        self.dockerfile, self.ref, self.command, self.ready = dockerfile, ref, start, ready
 
     def start(self) -> Start | None:
         from venusrl.sandboxes.templates.api import Start
 
         return Start(self.command, self.ready) if self.command else None
 
+    def sizes(self) -> Sizes:
+        from venusrl.sandboxes.templates.requests import Sizes
+
+        return Sizes(*self.measures)
+
 
 async def _build(state: Path | None, request: _Request, *, quiet: bool) -> Build:
     async with _open(state, build=request.dockerfile is not None) as templates:
         if request.dockerfile is not None:
             return await _build_steps(templates, request, request.dockerfile, quiet)
-        with stderr().status(f"making {request.name}", speed=0.5):
+        name, start, sizes = request.name, request.start(), request.sizes()
+        with stderr().status(f"making {name}", speed=0.5):
             if request.oci is not None:
-                return await templates.from_oci("", request.name, request.oci, request.start(), request.ref)
+                return await templates.from_oci("", name, request.oci, start, request.ref, sizes)
             if request.image:
-                return await templates.from_image("", request.name, request.image, request.start())
-            return await templates.from_directory("", request.name, request.directory, request.start())
+                return await templates.from_image("", name, request.image, start, sizes)
+            return await templates.from_directory("", name, request.directory, start, sizes)
 
 
 async def _build_steps(templates: Templates, request: _Request, dockerfile: Path, quiet: bool) -> Build:
     from venusrl.sandboxes.protocol import TemplateNotFound
     from venusrl.sandboxes.templates import dockerfile as reader
-    from venusrl.sandboxes.templates.service import BASE, BuildRequest
+    from venusrl.sandboxes.templates.requests import BuildRequest
+    from venusrl.sandboxes.templates.service import BASE
 
     if not dockerfile.is_file():  # noqa: ASYNC240 - nothing else runs
         raise CommandError(f"there is no file {dockerfile}")
     recipe = reader.read(dockerfile.read_text(), dockerfile.parent)  # noqa: ASYNC240
     for digest, archive in recipe.uploads.items():
         await templates.put_upload("", digest, _once(archive))
-    cpus, memory, disk = request.sizes
-    waiting = templates.create("", request.name, cpus=cpus, memory_mib=memory, disk_mib=disk)
+    waiting = templates.create("", request.name, sizes=request.sizes())
     try:
         local = recipe.base == BASE or bool(templates.find("", recipe.base))
     except TemplateNotFound:
@@ -151,11 +164,11 @@ async def _once(content: bytes) -> AsyncIterator[bytes]:
 @asynccontextmanager
 async def _open(state: Path | None, *, build: bool = False) -> AsyncIterator[Templates]:
     """The templates of the state directory; with ``build`` also a runtime of our own to build in."""
-    from venusrl.sandboxes.manager.state import default_state
+    from venusrl.sandboxes.manager.state import default_state, state_directory
     from venusrl.sandboxes.runtimes.namespace.runtime import NamespaceRuntime
     from venusrl.sandboxes.templates.service import Templates
 
-    root = (state or default_state()).absolute()
+    root = state_directory((state or default_state()).absolute())
     runtime = internet = None
     if build:
         runtime = NamespaceRuntime(root / "template-builds", uid_base=_BUILDERS_IDS)

@@ -31,6 +31,7 @@ from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.origin import ServiceTemplates
 from venusrl.sandboxes.manager.records import NodeRecord
 from venusrl.sandboxes.manager.serve import address, beyond_loopback
+from venusrl.sandboxes.manager.state import state_directory
 from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.sharing import Share
 
@@ -84,7 +85,7 @@ class Node:
         """Raises ManagerError, RuntimeUnavailable."""
         config = self.config
         host, port = address(config.listen)
-        config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state_directory(config.state)
         self._key = tokens.secret_file(config.state / NODE_KEY, secrets.token_hex(24))
         self._local = self._given or await assemble(
             config.state,

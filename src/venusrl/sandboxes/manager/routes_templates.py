@@ -23,7 +23,8 @@ from venusrl.sandboxes.manager.records import Key
 from venusrl.sandboxes.manager.web_common import SERVICE, json_answer, key_of, limit_of, number_of
 from venusrl.sandboxes.protocol import TemplateNotFound
 from venusrl.sandboxes.templates.records import Build, LogEntry, Template
-from venusrl.sandboxes.templates.service import BASE, HOST, BuildRequest, Templates
+from venusrl.sandboxes.templates.requests import BuildRequest, Sizes
+from venusrl.sandboxes.templates.service import BASE, HOST, Templates
 
 _LINK_S = 3600.0
 TEMPLATES: web.AppKey[Templates | None] = web.AppKey("templates")
@@ -83,7 +84,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     name = body.name or body.alias
     if not name:
         raise Invalid("a template has a name")
-    made = templates.create(key.tenant, name, tags=tuple(body.tags), cpus=body.cpus, memory_mib=body.memory_mib)
+    made = templates.create(key.tenant, name, tags=tuple(body.tags), sizes=Sizes(body.cpus, body.memory_mib))
     names = list(templates.find(key.tenant, made.template).names)
     answer = {"templateID": made.template, "buildID": made.id, "public": False, "tags": list(made.tags)}
     return json_answer(answer | {"names": names, "aliases": names}, 202)

@@ -32,10 +32,17 @@ def default_state() -> Path:
     return Path(base) / "venusrl" / "env"
 
 
-def open_state(state: Path) -> Store:
-    """The database of a state directory, made if need be. Raises ManagerError."""
+def state_directory(state: Path) -> Path:
+    """A directory to keep state in, made if need be. Raises ManagerError."""
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ManagerError(f"{state} cannot be made ({error.strerror}): choose another --state") from error
-    return Store(state / DATABASE)
+    if not os.access(state, os.W_OK | os.X_OK):
+        raise ManagerError(f"{state} cannot be written to (as user {os.geteuid()}): choose another --state")
+    return state
+
+
+def open_state(state: Path) -> Store:
+    """The database of a state directory, made if need be. Raises ManagerError."""
+    return Store(state_directory(state) / DATABASE)

@@ -303,6 +303,8 @@ def _typed(error: sqlite3.Error, path: Path) -> ManagerError:
         return ManagerError(f"no room to write {path}: free some space; what was answered is kept")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return ManagerError(f"{path} is damaged ({error}): restore it from a copy, or choose another --state")
+    if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return ManagerError(f"{path} cannot be opened to write ({error}): choose another --state")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return ManagerError(f"{path} is held by another program for more than {_BUSY_S:.0f} s")
     return ManagerError(f"{path}: {error}")

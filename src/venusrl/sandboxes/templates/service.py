@@ -28,7 +28,7 @@ from venusrl.sandboxes.protocol import SandboxDenied, SandboxError, TemplateNotF
 from venusrl.sandboxes.runtimes.base import Runtime
 from venusrl.sandboxes.templates import directory, oci
 from venusrl.sandboxes.templates.api import Image, Start
-from venusrl.sandboxes.templates.build import Builder, BuildRules, Step
+from venusrl.sandboxes.templates.build import Builder
 from venusrl.sandboxes.templates.capture import capture_of
 from venusrl.sandboxes.templates.errors import BadTemplate, BuildFailed, TemplateBusy
 from venusrl.sandboxes.templates.records import (
@@ -43,8 +43,9 @@ from venusrl.sandboxes.templates.records import (
     Template,
     checked_name,
 )
+from venusrl.sandboxes.templates.requests import USUAL, BuildRequest, Rules, Sizes
 from venusrl.sandboxes.templates.sharing import Share, Sharing
-from venusrl.sandboxes.templates.store import Collected, Store
+from venusrl.sandboxes.templates.store import Collected, Store, disk_errors
 from venusrl.sandboxes.templates.uploads import Uploads
 
 _log = logging.getLogger(__name__)
@@ -55,31 +56,6 @@ _BASE_IMAGES = ("e2bdev/base", "e2bdev/code-interpreter")
 _LATEST = "latest"
 """An image's tag when none is named."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-
-
-class BuildRequest(msgspec.Struct, frozen=True, rename="camel"):
-    """A build as E2B's clients ask for it."""
-
-    from_image: str = ""
-    from_template: str = ""
-    from_image_registry: oci.Login | None = None
-    force: bool = False
-    steps: tuple[Step, ...] = ()
-    start_cmd: str = ""
-    ready_cmd: str = ""
-
-
-class Rules(msgspec.Struct, frozen=True):
-    """Limits of the service. ``most_*`` bound what a template may ask for."""
-
-    at_once: int = 2
-    waiting: int = 32
-    most_cpus: int = 8
-    most_memory_mib: int = 16384
-    most_disk_mib: int = 32768
-    upload_bytes: int = 4 << 30
-    cache_age_s: float = 30 * 86400.0
-    build: BuildRules = BuildRules()
 
 
 class Templates:
@@ -164,7 +140,9 @@ class Templates:
 
     # -- making
 
-    async def from_directory(self, tenant: str, name: str, source: Path | None, start: Start | None = None) -> Build:
+    async def from_directory(
+        self, tenant: str, name: str, source: Path | None, start: Start | None = None, sizes: Sizes = USUAL
+    ) -> Build:
         """A root file system directory becomes a template; None = ``base`` from this machine's own packages."""
         note = f"importing {source}" if source else "making the base template of this machine's own packages"
 
@@ -176,28 +154,36 @@ class Templates:
                 directory.copy(source, layer, self._rules.build.bounds)
             return oci.Imported((self.store.add(layer).digest,))
 
-        return await self._imported(tenant, name, note, make, start)
+        return await self._imported(tenant, name, note, make, start, sizes)
 
-    async def from_oci(self, tenant: str, name: str, source: Path, start: Start | None = None, ref: str = "") -> Build:
+    async def from_oci(
+        self, tenant: str, name: str, source: Path, start: Start | None = None, ref: str = "", sizes: Sizes = USUAL
+    ) -> Build:
         """An OCI image layout directory, or an archive of one or of docker save, becomes a template."""
         bounds = self._rules.build.bounds
         return await self._imported(
-            tenant, name, f"importing {source}", lambda s: oci.read(self.store, source, s, bounds, ref), start
+            tenant, name, f"importing {source}", lambda s: oci.read(self.store, source, s, bounds, ref), start, sizes
         )
 
     async def from_image(
-        self, tenant: str, name: str, reference: str, start: Start | None = None, login: oci.Login | None = None
+        self, tenant: str, name: str, reference: str, start: Start | None = None, sizes: Sizes = USUAL
     ) -> Build:
         """An image of a registry becomes a template."""
         bounds = self._rules.build.bounds
         return await self._imported(
-            tenant, name, f"pulling {reference}", lambda s: oci.pull(self.store, reference, s, bounds, login), start
+            tenant, name, f"pulling {reference}", lambda s: oci.pull(self.store, reference, s, bounds), start, sizes
         )
 
     async def _imported(
-        self, tenant: str, name: str, note: str, make: Callable[[Path], oci.Imported], start: Start | None
+        self,
+        tenant: str,
+        name: str,
+        note: str,
+        make: Callable[[Path], oci.Imported],
+        start: Start | None,
+        sizes: Sizes,
     ) -> Build:
-        build = self.create(tenant, name)
+        build = self.create(tenant, name, sizes=sizes)
         self._begin(build)
         self._say(build.id, "info", note, "base")
         try:
@@ -208,7 +194,7 @@ class Templates:
         return self._finish(self.records.build(build.id), image=image.id)
 
     def _import(self, build: Build, tenant: str, make: Callable[[Path], oci.Imported], start: Start | None) -> Image:
-        with self.store.making(), self.store.staging() as scratch:
+        with disk_errors(self.store.root), self.store.making(), self.store.staging() as scratch:
             return self.store.put_image(self._based(build, tenant, make(scratch), start, scratch))
 
     def _based(self, build: Build, tenant: str, made: oci.Imported, start: Start | None, scratch: Path) -> Image:
@@ -238,9 +224,7 @@ class Templates:
         name: str,
         *,
         tags: tuple[str, ...] = (),
-        cpus: int = 1,
-        memory_mib: int = 512,
-        disk_mib: int = 512,
+        sizes: Sizes = USUAL,
     ) -> Build:
         """A build that waits for ``build``; its template is made if need be. Raises BadTemplate, TemplateTaken."""
         name, _, tag = name.partition(":")
@@ -249,15 +233,16 @@ class Templates:
             _check_tag(word)
         rules = self._rules
         for value, most, what in (
-            (cpus, rules.most_cpus, "processors"),
-            (memory_mib, rules.most_memory_mib, "MiB of memory"),
-            (disk_mib, rules.most_disk_mib, "MiB of disk"),
+            (sizes.cpus, rules.most_cpus, "processors"),
+            (sizes.memory_mib, rules.most_memory_mib, "MiB of memory"),
+            (sizes.disk_mib, rules.most_disk_mib, "MiB of disk"),
         ):
             if not 1 <= value <= most:
                 raise BadTemplate(f"{value} {what} cannot be had: ask for 1 to {most}")
         now = time.time()
         template = self.records.create(tenant, checked_name(name), now)
-        build = Build(new_build_id(), template.id, "waiting", now, now, cpus, memory_mib, disk_mib, wanted)
+        measures = (sizes.cpus, sizes.memory_mib, sizes.disk_mib)
+        build = Build(new_build_id(), template.id, "waiting", now, now, *measures, wanted)
         self.records.put_build(build)
         self.records.change(
             template.id, lambda t: msgspec.structs.replace(t, builds=(*t.builds, build.id), updated=now)
