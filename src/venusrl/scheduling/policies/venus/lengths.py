@@ -106,9 +106,9 @@ class Lengths:
         """Asked once a turn."""
         left = self._left.get(trajectory)
         if left is None:
-            forecast = self.predictor.forecast(trajectory)
-            work = forecast.tokens.mean * self.token_s + forecast.tool_s.mean + forecast.verify_s.mean
-            left = self._left[trajectory] = Left(work, forecast.context.mean, forecast.turns.mean)
+            expected = self.predictor.expected(trajectory)
+            work = expected.tokens * self.token_s + expected.tool_s + expected.verify_s
+            left = self._left[trajectory] = Left(work, expected.context, expected.turns)
         return left
 
     def _spend(self, trajectory: str, seconds: float) -> None:
