@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 REPORT_FILE = "report.md"
 _STEPS = 6
 _RUN = (
-    # Few siblings, and hot: those of a sharp policy sample the same tokens, which the simulator's cache does not share.
+    # Few siblings, and hot: those of a sharp policy sample the same tokens, and then nearly all is found in the cache.
     "schedule.group_size=2",
     "schedule.batch_groups=48",
     "rollout.temperature=1.4",
