@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +20,11 @@ import typer
 
 from venusrl.cli import env_template, env_view
 from venusrl.cli.env_client import caller_for
-from venusrl.cli.output import CommandError, print_json, stderr, stdout, table, warn
+from venusrl.cli.output import CommandError, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from venusrl.sandboxes.manager.node import Node
     from venusrl.sandboxes.manager.serve import Server
 
@@ -47,6 +49,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys of the service.")
 app.add_typer(keys_app, name="key")
 app.add_typer(env_template.app, name="template")
 
+_ANY_WIDTH = 10_000
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 _State = Annotated[Path | None, typer.Option("--state", help="State directory. Default: VENUSRL_ENV_STATE.")]
 _Share = Annotated[Share, typer.Option(help="Which sandboxes may share pages of a template.")]
@@ -306,7 +309,7 @@ def list_keys(state: _State = None, json_output: _Json = False) -> None:
         (key.id, key.name, key.mask, key.tenant, str(key.max_sandboxes), env_view.ago(key.last_used)) for key in found
     ]
     columns = ("id", "name", "key", "tenant", "sandboxes", "used")
-    stdout().print(env_view.whole(table(columns, rows, right=("sandboxes",))))
+    _print(lambda width: env_view.fitting(columns, rows, width, right=("sandboxes",), least=("tenant", "key", "used")))
 
 
 @keys_app.command("revoke")
@@ -329,7 +332,7 @@ def list_sandboxes(state: _State = None, url: _Url = "", json_output: _Json = Fa
     if json_output:
         print_json(found)
     else:
-        stdout().print(env_view.sandboxes(found))
+        _print(lambda width: env_view.sandboxes(found, width))
 
 
 @app.command("ps", hidden=True)
@@ -422,6 +425,13 @@ def top(
         asyncio.run(_watch(state, url, interval))
 
 
+def _print(made: Callable[[int | None], RenderableType]) -> None:
+    """A table as wide as the terminal, or, for a file or a program, as it wants to be."""
+    console = stdout()
+    width = console.width if console.is_terminal else None
+    console.print(made(width), width=width or _ANY_WIDTH)
+
+
 async def _watch(state: Path | None, url: str, interval: float) -> None:
     from rich.live import Live
 
@@ -429,7 +439,8 @@ async def _watch(state: Path | None, url: str, interval: float) -> None:
     async with caller_for(state, url) as call:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
-                live.update(env_view.top(await call("GET", "/admin/overview"), console.height), refresh=True)
+                seen = await call("GET", "/admin/overview")
+                live.update(env_view.top(seen, console.width, console.height), refresh=True)
                 await asyncio.sleep(interval)
 
 

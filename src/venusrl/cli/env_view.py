@@ -6,6 +6,7 @@ Owns: the rendering of ``/admin/overview``. Pure but for the time of day.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,35 +15,45 @@ from rich.text import Text
 
 from venusrl.cli.output import table
 
+_AROUND = 3
+"""Lines of a table beside its rows: its head, how many more there are, an empty one."""
 _UNITS = ("B", "K", "M", "G", "T")
 
 
-def top(overview: dict[str, Any], height: int) -> RenderableType:
-    """Everything on one screen: nodes and templates whole, as many sandboxes as there is room for."""
-    nodes, templates = overview["nodes"], overview["templates"]
+def top(overview: dict[str, Any], width: int, height: int) -> RenderableType:
+    """As much as there is room for on a screen of so many characters and lines, the most telling first."""
     found = sorted(overview["sandboxes"], key=lambda one: -(one["memory"] or {}).get("total", 0))
-    room = max(3, height - len(nodes) - min(len(templates), 8) - 10)
     running = sum(one["state"] == "running" for one in found)
     paused = sum(one["state"] == "paused" for one in found)
     head = f"{len(found)} sandboxes: {running} running, {paused} paused; {overview['snapshots']} snapshots"
     if overview["parked"]:
         head += f"; {overview['parked']} requests wait for a sandbox in transit"
-    parts: list[RenderableType] = [
-        Text(head, style="bold"),
-        Text(),
-        _nodes(nodes),
-        Text(),
-        _templates(templates[:8]),
-        Text(),
-        sandboxes(found[:room]),
+    parts: list[RenderableType] = [Text(head, style="bold", no_wrap=True, overflow="ellipsis"), Text()]
+    room = height - len(parts)
+    listed: list[tuple[str, list[Any], Callable[[list[Any], int], Table], int]] = [
+        ("nodes", overview["nodes"], _nodes, height // 4),
+        ("templates", overview["templates"], _templates, min(8, height // 5)),
+        ("sandboxes", found, sandboxes, height),
     ]
-    if len(found) > room:
-        parts.append(Text(f"... and {len(found) - room} more", style="dim"))
+    for what, rows, render, most in listed:
+        most = min(most, room - _AROUND if render is sandboxes else room - 2 * _AROUND - 1)
+        if most > 0:
+            made = _some(what, rows, render, most, width)
+            parts += made
+            room -= min(len(rows), most) + 1 + len(made) - 1
     return Group(*parts)
 
 
-def sandboxes(found: list[dict[str, Any]]) -> Table:
-    """One line each."""
+def _some(
+    what: str, rows: list[Any], render: Callable[[list[Any], int], Table], most: int, width: int
+) -> list[RenderableType]:
+    """A table of at most so many rows, how many more there are, an empty line."""
+    more = [Text(f"... and {len(rows) - most} more {what}", style="dim")] if len(rows) > most else []
+    return [render(rows[:most], width), *more, Text()]
+
+
+def sandboxes(found: list[dict[str, Any]], width: int | None = None) -> Table:
+    """One line each, of at most ``width`` characters."""
     rows = []
     now = time.time()
     for one in found:
@@ -63,7 +74,8 @@ def sandboxes(found: list[dict[str, Any]]) -> Table:
             )
         )
     columns = ("sandbox", "template", "node", "runtime", "state", "memory", "left", "idle", "priority")
-    return whole(table(columns, rows, right=("memory", "left", "idle", "priority")))
+    least = ("priority", "runtime", "idle", "node", "template", "left", "memory")
+    return fitting(columns, rows, width, right=("memory", "left", "idle", "priority"), least=least)
 
 
 def _state(one: dict[str, Any]) -> str:
@@ -77,13 +89,28 @@ def _state(one: dict[str, Any]) -> str:
     return str(one["state"]) + (f" ({', '.join(told)})" if told else "")
 
 
-def whole(made: Table) -> Table:
-    """With its first column, the ids, never broken over two lines: they are there to be copied."""
+def fitting(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    *,
+    right: Sequence[str] = (),
+    least: Sequence[str] = (),
+) -> Table:
+    """A table whose first column, the ids, is never broken over two lines: they are there to be copied. Columns named
+    in ``least`` are left out, the first first, where it would be wider than ``width``."""
+    sizes = {name: 2 + max(len(name), *(len(row[at]) for row in rows), 0) for at, name in enumerate(columns)}
+    shown = list(columns)
+    for name in least:
+        if width is not None and sum(sizes[one] for one in shown) - 2 > width:
+            shown.remove(name)
+    kept = [at for at, name in enumerate(columns) if name in shown]
+    made = table(shown, [[row[at] for at in kept] for row in rows], right=right)
     made.columns[0].no_wrap = True
     return made
 
 
-def _nodes(nodes: list[dict[str, Any]]) -> Table:
+def _nodes(nodes: list[dict[str, Any]], width: int) -> Table:
     rows = []
     for node in nodes:
         memory = node.get("memory")
@@ -105,17 +132,17 @@ def _nodes(nodes: list[dict[str, Any]]) -> Table:
             )
         )
     columns = ("node", "status", "run+paused", "cpus", "capacity", "free", "private", "shared", "paused", "pressure")
-    return table(columns, rows, right=columns[2:])
+    least = ("cpus", "pressure", "capacity", "paused", "shared", "private", "free")
+    return fitting(columns, rows, width, right=columns[2:], least=least)
 
 
-def _templates(templates: list[dict[str, Any]]) -> Table:
+def _templates(templates: list[dict[str, Any]], width: int) -> Table:
     rows = [
         (one["id"], str(one["sandboxes"]), size(one["shared"]), size(one["private"]), ", ".join(one["nodes"]))
         for one in templates
     ]
-    return table(
-        ("template", "sandboxes", "shared", "private", "nodes"), rows, right=("sandboxes", "shared", "private")
-    )
+    columns = ("template", "sandboxes", "shared", "private", "nodes")
+    return fitting(columns, rows, width, right=columns[1:4], least=("nodes", "private", "shared", "sandboxes"))
 
 
 def size(count: float) -> str:
