@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -40,7 +41,10 @@ Kept = Literal["running", "memory", "files", "left"]
 """``left``: its machine is stopped here, and what it was may run on another host."""
 _ENTROPY_BYTES = 128
 _SETTLE_S = 60.0
-NO_NETWORK = "virtual machines have no network card yet: use the namespace runtime for a sandbox that reaches outside"
+NO_CARD = (
+    "this virtual machine was made without a network card, and cannot get one: "
+    "make one that reaches something from its beginning (internet, or an address that is allowed)"
+)
 
 _KEPT_SHARE, _KEPT_BYTES = 40, 17 << 20
 """What ext4 keeps back of a disk, a little more than its fiftieth or 4096 blocks: nobody gets the last of it."""
@@ -65,6 +69,16 @@ class Maker(Protocol):
     async def start_vm(self, spec: Spec, made: Made, kept: Path | None, *, memory: bool) -> Vm:
         """A stopped machine: the template's clone, or (``kept``) with that directory's overlay and memory."""
         ...
+
+    async def connect(self, spec: Spec, machine: Vm, network: Network) -> str:
+        """Put the rules of ``network`` into force; the text of its resolv.conf ("" = none). Raises SandboxError."""
+        ...
+
+    async def unplug(self, sandbox: str) -> None:
+        """Its machine ends, its sandbox does not."""
+        ...
+
+    async def disconnect(self, sandbox: str) -> None: ...
 
     def gone(self, instance: MicroVm) -> None: ...
 
@@ -108,11 +122,13 @@ class MicroVm:
     async def run(self, *, fresh: bool) -> None:
         """Let the loaded machine run and tell its agent who it is. ``fresh``: it is a twin of another."""
         vm = self._running()
+        resolvers = await self._maker.connect(self._spec, vm, self._spec.network)
         self._agent = self._door(vm)
         try:
             await vm.qmp.ask("cont")
             async with asyncio.timeout(_SETTLE_S):
                 await self._settle(self._agent, fresh)
+                await self._name_resolvers(self._agent, resolvers)
         except TimeoutError:
             await self._hang_up()
             raise SandboxError(f"the sandbox's agent did not answer within {_SETTLE_S:.0f} s") from None
@@ -121,6 +137,13 @@ class MicroVm:
             raise
         self._kept = "running"
         self._watch_end(vm)
+
+    async def _name_resolvers(self, agent: Agent, resolvers: str) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield resolvers.encode()
+
+        if resolvers:
+            await agent.write("/etc/resolv.conf", "root", pieces())
 
     async def take_up(self) -> None:
         """Go on with a machine that ran all the while; one that was given away stays stopped until ``stay``."""
@@ -218,6 +241,7 @@ class MicroVm:
             raise
         self._kept = "memory" if memory else "files"
         await self._end_vm()
+        await self._maker.unplug(self._spec.id)
 
     def _asked(self) -> IdleAgent:
         assert self._agent is not None
@@ -269,8 +293,11 @@ class MicroVm:
         await self._settle(agent, fresh=False)
 
     async def set_network(self, network: Network) -> None:
-        if network.internet or network.allow:
-            raise RuntimeUnavailable(NO_NETWORK)
+        if reaches_out(network) and not self.made.shape.network:
+            raise RuntimeUnavailable(NO_CARD)
+        if self._kept == "running":
+            resolvers = await self._maker.connect(self._spec, self._running(), network)
+            await self._name_resolvers(self._asked(), resolvers)
         self._spec = msgspec.structs.replace(self._spec, network=network)
 
     async def footprint(self) -> Footprint:
@@ -296,6 +323,7 @@ class MicroVm:
         self._killed = True
         await self._hang_up()
         await self._end_vm()
+        await self._maker.disconnect(self._spec.id)
         await asyncio.to_thread(shutil.rmtree, self._store, True)
         self._maker.gone(self)
 
@@ -329,6 +357,10 @@ class MicroVm:
         await self._watch_no_more()
         if self.vm is not None:
             await self.vm.let_go()
+
+
+def reaches_out(network: Network) -> bool:
+    return network.internet or bool(network.allow)
 
 
 def memory_kills(vmstat: bytes) -> int:

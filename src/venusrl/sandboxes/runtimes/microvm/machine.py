@@ -24,6 +24,8 @@ class Shape(msgspec.Struct, frozen=True):
     memory_mib: int
     cpus: int
     kvm: bool = False
+    network: bool = False
+    """Whether it has a network card."""
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -63,6 +65,15 @@ def _blocks(files: Files) -> list[str]:
     return arguments
 
 
+def _network() -> list[str]:
+    """A card whose connections QEMU makes itself, as any program of the network namespace that it is jailed in: what
+    that reaches is all that the guest reaches. The guest's address is set by its init."""
+    return [
+        *("-netdev", "user,id=net,ipv6=off,net=10.0.2.0/24,host=10.0.2.2,dns=10.0.2.3"),
+        *("-device", "virtio-net-pci,netdev=net,addr=4,disable-legacy=on,mac=52:54:00:12:34:56,romfile="),
+    ]
+
+
 def arguments(qemu: str, shape: Shape, files: Files, boot: tuple[str, str] | None, translation_mib: int) -> list[str]:
     """The command line. ``boot``: (kernel, initramfs) for a cold start; None waits for an incoming state."""
     sealed = files.overlay_fd is not None
@@ -98,6 +109,7 @@ def arguments(qemu: str, shape: Shape, files: Files, boot: tuple[str, str] | Non
         *("-device", f"virtio-blk-pci,drive={'disk' if sealed else 'base'},addr=2,disable-legacy=on"),
         *("-device", "virtio-serial-pci,addr=3,disable-legacy=on,max_ports=2"),
         *("-device", "virtserialport,chardev=agent,name=venus.agent"),
+        *(_network() if shape.network else ()),
     ]
     if boot is None:
         return [*command, "-incoming", "defer"]

@@ -15,21 +15,30 @@ import hashlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable, SandboxError, SandboxGone, TemplateNotFound
-from venusrl.sandboxes.runtimes.base import Abilities, Instance, Snapshot, Spec
+from venusrl.sandboxes.runtimes.base import Abilities, Instance, Network, Snapshot, Spec
 from venusrl.sandboxes.runtimes.microvm import carry, migration, programs, setup, state, template, vm
 from venusrl.sandboxes.runtimes.microvm.carry import Control
 from venusrl.sandboxes.runtimes.microvm.idle import IdlePolicy
-from venusrl.sandboxes.runtimes.microvm.instance import NO_NETWORK, RUNTIME, MicroVm, Record
+from venusrl.sandboxes.runtimes.microvm.instance import NO_CARD, RUNTIME, MicroVm, Record, reaches_out
 from venusrl.sandboxes.runtimes.microvm.machine import BOARD
 from venusrl.sandboxes.runtimes.microvm.passport import Passport, objection
 from venusrl.sandboxes.runtimes.microvm.vm import Parts, Site, Vm
 from venusrl.sandboxes.runtimes.moving import Base, Dial, Objection, Streams
 from venusrl.sandboxes.runtimes.namespace import cgroup
+from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.templates.api import Image
+
+
+class _Kind(NamedTuple):
+    """What there is a template of."""
+
+    image: str
+    network: bool
 
 
 class MicroVmRuntime:
@@ -39,13 +48,14 @@ class MicroVmRuntime:
         self._state = state
         self._waiting = waiting
         self._use_kvm = use_kvm
-        self._templates: dict[str, template.Made] = {}
+        self._templates: dict[_Kind, template.Made] = {}
         self._making: dict[str, asyncio.Lock] = {}
-        self._pool: dict[str, list[Vm]] = {}
+        self._pool: dict[_Kind, list[Vm]] = {}
         self._filling: set[asyncio.Task[None]] = set()
         self._instances: dict[str, MicroVm] = {}
         self._starting: set[str] = set()
         self._closed = False
+        self._egress = Egress(state / "network")
         self._kvm = False
         self._site: Site | None = None
         self._guest: setup.Guest | None = None
@@ -63,7 +73,9 @@ class MicroVmRuntime:
         self._qemu = await setup.check_qemu()
         made = await programs.build()
         self._guest = await setup.guest_of(self._state, made)
-        lacks = {"egress": NO_NETWORK}
+        self._egress = Egress(self._state / "network")
+        await asyncio.to_thread(self._egress.start)
+        lacks = {"egress": why} if (why := self._no_egress()) else {}
         why = await setup.probe_kvm(self._qemu, self._guest) if self._use_kvm else "KVM was not asked for"
         self._kvm = not why
         if why:
@@ -77,7 +89,13 @@ class MicroVmRuntime:
         self._site = Site(self._state / "vms", self._qemu.path, str(made.jail), groups)
         self._site.directory.mkdir(mode=0o700, exist_ok=True)
         self.filter_program = str(made.filter)
-        return Abilities(True, self._qemu.live, False, lacks)
+        return Abilities(True, self._qemu.live, "egress" not in lacks, lacks)
+
+    def _no_egress(self) -> str:
+        """Why no machine here can have a network; "" when it can."""
+        if self._guest is not None and not self._guest.network:
+            return "the guest kernel was set up without a network card's driver: venusrl env setup microvm"
+        return self._egress.lacks or ""
 
     def _ready(self) -> tuple[Site, setup.Guest, setup.Qemu]:
         if self._site is None or self._guest is None or self._qemu is None:
@@ -90,23 +108,25 @@ class MicroVmRuntime:
         made = await self._made(image)
         self._refill(made)
 
-    async def _made(self, image: Image) -> template.Made:
+    async def _made(self, image: Image, *, network: bool = False) -> template.Made:
         site, guest, qemu = self._ready()
-        where = template.place(self.templates, image, guest, qemu.version)
+        kind = _Kind(image.id, network)
+        where = template.place(self.templates, image, guest, qemu.version, network)
         async with self._making.setdefault(where.name, asyncio.Lock()):
-            found = self._templates.get(image.id) or await asyncio.to_thread(template.load, where)
+            found = self._templates.get(kind) or await asyncio.to_thread(template.load, where)
             if found is None or (found.shape.kvm and not self._kvm):
                 await asyncio.to_thread(shutil.rmtree, where, True)
-                found = await template.make(image, where, site, guest, self._kvm)
-            self._templates[image.id] = found
+                found = await template.make(image, where, site, guest, self._kvm, network)
+            self._templates[kind] = found
         return found
 
     async def forget(self, image_id: str) -> None:
         if any(instance.spec.image.id == image_id for instance in self._instances.values()):
             raise SandboxError(f"template {image_id} has sandboxes still")
-        self._templates.pop(image_id, None)
-        for waiting in self._pool.pop(image_id, []):
-            await waiting.kill()
+        for kind in (_Kind(image_id, False), _Kind(image_id, True)):
+            self._templates.pop(kind, None)
+            for waiting in self._pool.pop(kind, []):
+                await waiting.kill()
         for path in (self.templates).glob(f"{image_id}.*"):
             await asyncio.to_thread(shutil.rmtree, path, True)
 
@@ -119,15 +139,14 @@ class MicroVmRuntime:
 
     async def _shared(self, image_id: str) -> int:
         used = {one.made.memory for one in self._instances.values() if one.spec.image.id == image_id}
-        if image_id in self._templates:
-            used.add(self._templates[image_id].memory)
+        used |= {made.memory for kind, made in self._templates.items() if kind.image == image_id}
         # More than one where sandboxes came from other hosts, each with the template that it was cloned from.
         return sum([await asyncio.to_thread(template.resident, memory) for memory in used])
 
     # -- machines
 
     def _refill(self, made: template.Made) -> None:
-        if self._closed or len(self._pool.setdefault(made.image.id, [])) + len(self._filling) >= self._waiting:
+        if self._closed or len(self._pool.setdefault(_kind(made), [])) + len(self._filling) >= self._waiting:
             return
         task = asyncio.create_task(self._add_waiting(made), name="start a machine ahead")
         self._filling.add(task)
@@ -138,7 +157,7 @@ class MicroVmRuntime:
             waiting = await self._spawn(made, made.overlay, _limits(made.image))
         except SandboxError:
             return  # the sandbox that needs it will start its own, and say why it cannot
-        pool = self._pool.get(made.image.id)
+        pool = self._pool.get(_kind(made))
         if self._closed or pool is None:
             await waiting.kill()
         else:
@@ -150,7 +169,7 @@ class MicroVmRuntime:
         return await Vm.spawn(site, Parts(made.shape, made.memory, made.base, overlay, boot, cold), limits)
 
     async def start_vm(self, spec: Spec, made: template.Made, kept: Path | None, *, memory: bool) -> Vm:
-        pool = self._pool.get(made.image.id, [])
+        pool = self._pool.get(_kind(made), [])
         if kept is None and pool and spec.limits == _limits(made.image):
             machine = pool.pop()
         else:
@@ -168,6 +187,16 @@ class MicroVmRuntime:
 
     # -- sandboxes
 
+    async def connect(self, spec: Spec, machine: Vm, network: Network) -> str:
+        """As ``Maker.connect``."""
+        return await self._egress.connect(spec.id, machine.record.pid, network)
+
+    async def unplug(self, sandbox: str) -> None:
+        await self._egress.unplug(sandbox)
+
+    async def disconnect(self, sandbox: str) -> None:
+        await self._egress.disconnect(sandbox)
+
     async def create(self, spec: Spec) -> MicroVm:
         return await self._begin(spec, None)
 
@@ -177,14 +206,20 @@ class MicroVmRuntime:
         return await self._begin(spec, snapshot)
 
     async def _begin(self, spec: Spec, snapshot: Snapshot | None) -> MicroVm:
-        if spec.network.internet or spec.network.allow:
-            raise RuntimeUnavailable(NO_NETWORK)
+        network = reaches_out(spec.network)
+        if network and (why := self._no_egress()):
+            raise RuntimeUnavailable(f"virtual machines cannot reach a network here: {why}")
         if spec.id in self._instances or spec.id in self._starting:
             raise SandboxError(f"sandbox id {spec.id} is in use")
         self._starting.add(spec.id)
         try:
             kept = Path(snapshot.directory) if snapshot else None
-            made = await (self._made(spec.image) if kept is None else self._of_state(spec.image, kept))
+            if kept is None:
+                made = await self._made(spec.image, network=network)
+            else:
+                made = await self._of_state(spec.image, kept)
+            if network and not made.shape.network:
+                raise RuntimeUnavailable(NO_CARD)
             machine = await self.start_vm(spec, made, kept, memory=snapshot is None or snapshot.memory)
             instance = MicroVm(spec, made, self, self._store(spec.id), machine, "running")
             try:
@@ -192,6 +227,7 @@ class MicroVmRuntime:
                 await instance.run(fresh=True)
             except BaseException:  # whatever it is, cancellation too: raised again below
                 await machine.kill()
+                await self._egress.disconnect(spec.id)
                 raise
             self._instances[spec.id] = instance
         finally:
@@ -236,6 +272,11 @@ class MicroVmRuntime:
             machine = await self._spawn(made, made.overlay, spec.limits)
             await asyncio.to_thread((site.directory / machine.record.directory / "owner").write_text, spec.id)
             instance = MicroVm(spec, made, self, self._store(spec.id), machine, "running")
+            try:
+                await self.connect(spec, machine, spec.network)  # before anything is sent: what is lacking is told now
+            except BaseException:  # whatever it is, cancellation too: raised again below
+                await machine.kill()
+                raise
             self._instances[spec.id] = instance
         finally:
             self._starting.discard(spec.id)
@@ -323,6 +364,7 @@ class MicroVmRuntime:
             if path.name not in keep and owner not in known and not self._starting and not self._filling:
                 await asyncio.to_thread(vm.erase, site, path.name)
                 swept.append(f"virtual machine {path.name} of {owner or 'nobody'}")
+        swept += [f"network of virtual machine {name}" for name in await self._egress.sweep(known | self._starting)]
         stores = {self._store(sandbox).name for sandbox in known}
         for path in sorted((self._state / "paused").glob("*")):
             if path.name not in stores:
@@ -348,6 +390,10 @@ class MicroVmRuntime:
             for directory in self._site.groups.directories.values():
                 with contextlib.suppress(OSError):  # a sandbox that goes on is in it
                     directory.rmdir()
+
+
+def _kind(made: template.Made) -> _Kind:
+    return _Kind(made.image.id, made.shape.network)
 
 
 def _own(instance: Instance) -> MicroVm:

@@ -32,7 +32,8 @@ LIVE_VERSION = (9, 0)
 """Older ones corrupt a busy guest that moves while it runs."""
 READONLY_VERSION = (8, 2)
 _PACKAGE = "linux-image-cloud-amd64"
-_MODULES = ("virtio_pci", "virtio_blk", "virtio_console")
+NETWORK_MODULE = "virtio_net"
+_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", NETWORK_MODULE)
 _PROBE_S = 6.0
 _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
 
@@ -49,11 +50,12 @@ class Qemu(msgspec.Struct, frozen=True):
 
 
 class Guest(msgspec.Struct, frozen=True):
-    """Kernel and initramfs. ``id`` changes with either."""
+    """Kernel and initramfs. ``id`` changes with either. ``network``: whether it can drive a network card."""
 
     kernel: Path
     initramfs: Path
     id: str
+    network: bool = True
 
 
 async def output(*command: str, timeout_s: float = 60.0) -> tuple[int, str]:
@@ -169,7 +171,7 @@ def _pack(kernel: Path, made: programs.Programs) -> Guest:
         partial = target.with_suffix(f".{os.getpid()}")
         partial.write_bytes(archive)
         partial.rename(target)
-    return Guest(kernel / "vmlinuz", target, digest)
+    return Guest(kernel / "vmlinuz", target, digest, (kernel / f"{NETWORK_MODULE}.ko").exists())
 
 
 def cpio(files: dict[str, tuple[bytes, int]]) -> bytes:

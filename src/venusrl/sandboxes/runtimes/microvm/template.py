@@ -70,11 +70,11 @@ class Made(msgspec.Struct, frozen=True):
         return self.directory / "empty.qcow2"
 
 
-def place(root: Path, image: Image, guest: Guest, qemu_version: tuple[int, int]) -> Path:
-    """Where the template of ``image`` is or will be; another guest or QEMU has another."""
+def place(root: Path, image: Image, guest: Guest, qemu_version: tuple[int, int], network: bool = False) -> Path:
+    """Where the template of ``image`` is or will be; another guest, QEMU or a network card has another."""
     if not _SAFE.fullmatch(image.id) or image.id.startswith("."):
         raise TemplateNotFound(f"template id {image.id[:60]!r} cannot be a file's name")
-    return root / f"{image.id}.{guest.id}.{qemu_version[0]}-{qemu_version[1]}"
+    return root / f"{image.id}.{guest.id}.{qemu_version[0]}-{qemu_version[1]}{'.network' if network else ''}"
 
 
 def load(directory: Path) -> Made | None:
@@ -97,7 +97,7 @@ def with_digest(root: Path, image: Image, wanted: str) -> Made | None:
     return None
 
 
-async def make(image: Image, target: Path, site: Site, guest: Guest, kvm: bool) -> Made:
+async def make(image: Image, target: Path, site: Site, guest: Guest, kvm: bool, network: bool = False) -> Made:
     """Boot the image once, run its start command, and keep the running machine."""
     if not image.layers:
         raise TemplateNotFound(
@@ -107,7 +107,7 @@ async def make(image: Image, target: Path, site: Site, guest: Guest, kvm: bool) 
     work = target.parent / f".making-{secrets.token_hex(6)}"
     await asyncio.to_thread(work.mkdir, parents=True)
     try:
-        shape = Shape(image.memory_mib, image.cpus, kvm)
+        shape = Shape(image.memory_mib, image.cpus, kvm, network)
         await asyncio.to_thread(_root_disk, image, work)
         memory = work / "memory"
         await asyncio.to_thread(_sparse, memory, image.memory_mib << 20)

@@ -116,6 +116,13 @@ class Egress:
             async with self._change:
                 await self._remove(sandbox)
 
+    async def unplug(self, sandbox: str) -> None:
+        """Its network namespace ends, its rules stay: ``connect`` gives the next one the same link. Idempotent."""
+        if (link := self._links.get(sandbox)) is not None:
+            async with self._change:
+                with suppress(SandboxError):  # it went with the namespace
+                    await _command("ip", "link", "delete", link.device)
+
     async def sweep(self, known: set[str]) -> list[str]:
         """Remove the links of sandboxes that are not known."""
         lost = sorted(self._links.keys() - known)

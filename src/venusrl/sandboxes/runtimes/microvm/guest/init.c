@@ -1,6 +1,6 @@
 /* The first program in a virtual machine: from the kernel's hands to the agent's.
  *
- * Owns: loading the few modules, mounting the root disk and what a Linux program expects, the loopback interface, and
+ * Owns: loading the few modules, mounting the root disk and what a Linux program expects, the network's addresses, and
  * becoming the agent (PID 1). Must not know: templates, the agent's protocol.
  *
  * Guarantees: it ends in the agent, or the machine ends with a line on the console that says which step failed.
@@ -9,7 +9,9 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <arpa/inet.h>
 #include <net/if.h>
+#include <net/route.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -93,6 +95,33 @@ static void raise_loopback(void) {
     close(sock);
 }
 
+static struct sockaddr_in address(const char *text) {
+    struct sockaddr_in made = {.sin_family = AF_INET};
+    inet_pton(AF_INET, text, &made.sin_addr);
+    return made;
+}
+
+/* As machine.py's network card has it. */
+static void raise_network(void) {
+    struct ifreq request = {.ifr_name = "eth0"};
+    struct sockaddr_in own = address("10.0.2.15"), mask = address("255.255.255.0"), gateway = address("10.0.2.2");
+    int sock = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (sock < 0) fail("network");
+    if (ioctl(sock, SIOCGIFFLAGS, &request) == 0) { /* else there is no card */
+        memcpy(&request.ifr_addr, &own, sizeof own);
+        if (ioctl(sock, SIOCSIFADDR, &request) < 0) fail("the network's address");
+        memcpy(&request.ifr_netmask, &mask, sizeof mask);
+        if (ioctl(sock, SIOCSIFNETMASK, &request) < 0) fail("the network's mask");
+        request.ifr_flags = IFF_UP | IFF_RUNNING;
+        if (ioctl(sock, SIOCSIFFLAGS, &request) < 0) fail("the network card");
+        struct rtentry route = {.rt_flags = RTF_UP | RTF_GATEWAY};
+        memcpy(&route.rt_gateway, &gateway, sizeof gateway);
+        route.rt_dst.sa_family = route.rt_genmask.sa_family = AF_INET;
+        if (ioctl(sock, SIOCADDRT, &route) < 0) fail("the network's route");
+    }
+    close(sock);
+}
+
 /* What udev would do: /dev/virtio-ports/NAME for the agent's port. */
 static void name_port(void) {
     for (int tries = 0; tries < 3000; tries++) {
@@ -160,6 +189,7 @@ static void furnish(void) {
     if (symlink("/proc/self/fd/1", "/dev/stdout") < 0 && errno != EEXIST) fail("/dev/stdout");
     if (symlink("/proc/self/fd/2", "/dev/stderr") < 0 && errno != EEXIST) fail("/dev/stderr");
     raise_loopback();
+    raise_network();
 }
 
 int main(void) {
