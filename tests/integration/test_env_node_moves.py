@@ -7,6 +7,8 @@ import os
 import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,27 @@ def test_the_sdk_s_streams_go_on_from_node_to_node(three: Machines) -> None:
     assert [int(line) for line in started.said.split()] == written
     heard = [int(line) for line in connected.said.split()]
     assert heard == list(range(heard[0], len(written) + 1))
+    sandbox.kill()
+
+
+def get(three: Machines, sandbox: str, port: int, path: str) -> str:
+    """From a port inside, through the gateway."""
+    headers = {"E2b-Sandbox-Id": sandbox, "E2b-Sandbox-Port": str(port)}
+    request = urllib.request.Request(f"{three.options['sandbox_url']}{path}", headers=headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(answer.read().decode())
+
+
+def test_ports_inside_answer_from_either_node(three: Machines) -> None:
+    sandbox = e2b.Sandbox.create("tiny", timeout=900, request_timeout=240, **three.options)
+    sandbox.files.write("/root/page", "served inside", user="root")
+    sandbox.commands.run("busybox httpd -p 127.0.0.1:8000 -h /root", user="root")
+    assert get(three, sandbox.sandbox_id, 8000, "/page") == "served inside"
+    three.move(sandbox.sandbox_id, three.other(sandbox.sandbox_id))
+    assert get(three, sandbox.sandbox_id, 8000, "/page") == "served inside"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(three, sandbox.sandbox_id, 8001, "/page")
+    assert refused.value.code == 502
     sandbox.kill()
 
 
