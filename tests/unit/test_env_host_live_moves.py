@@ -244,7 +244,7 @@ async def test_what_cannot_move_live_moves_as_a_snapshot_and_says_why(tmp_path: 
     there.runtime.objects = Objection(live="QEMU 8.2 corrupts")
     moved = await here.host.move("a", there.host)
     assert (moved.how, moved.why) == ("snapshot", "QEMU 8.2 corrupts")
-    assert lent == ["lent", "borrowed"]
+    assert lent == ["lent", "borrowed", "parted"]
     await there.host.pause("a")
     moved = await there.host.move("a", here.host)
     assert (moved.how, moved.why, moved.outage_s) == ("snapshot", "it is paused", 0.0)

@@ -21,7 +21,7 @@ from venusrl.sandboxes.runtimes.base import Instance, Spec
 from venusrl.sandboxes.runtimes.moving import Dial, Objection, Streams
 from venusrl.testing.runtimes import FakeInstance, FakeRuntime, FakeState
 
-Step = Literal["dialled", "copied", "stopped", "given", "accepted", "loaded", "run", "lent", "borrowed"]
+Step = Literal["dialled", "copied", "stopped", "given", "accepted", "loaded", "run", "lent", "borrowed", "parted"]
 _ANSWER_S = 10.0
 _STREAM = "memory"
 
@@ -55,6 +55,9 @@ class MovableRuntime(FakeRuntime):
         await _hear(streams[0], b"template\n")
         await self._step("borrowed")
         streams[1].write(b"have\n")
+
+    async def part(self, instance: Instance) -> None:
+        await self._step("parted")
 
     async def send(self, instance: Instance, dial: Dial, stopped: Callable[[], None], give: Callable[[], None]) -> None:
         reader, writer = await dial(_STREAM)

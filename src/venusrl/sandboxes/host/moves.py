@@ -151,9 +151,11 @@ class Sender:
         with full_disk_named(self._scratch):
             await asyncio.to_thread(work.mkdir, mode=0o700, parents=True)
         instance = cell.alive()
-        if not is_paused(instance):
-            await instance.pause()
         runtime = self._cells.runtime(cell.record.order.runtime)
+        if not is_paused(instance):
+            if isinstance(runtime, Movable) and memory:
+                await runtime.part(instance)
+            await instance.pause()
         memory = memory and (not isinstance(runtime, Movable) or runtime.has_memory(instance))
         snapshot = await instance.snapshot(work / "data", memory=memory)
         await asyncio.to_thread(archive.pack, work / "data", work / "tar")

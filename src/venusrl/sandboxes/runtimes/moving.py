@@ -78,6 +78,11 @@ class Movable(Protocol):
 
     async def borrow(self, spec: Spec, streams: Streams) -> None: ...
 
+    async def part(self, instance: Instance) -> None:
+        """Before a running one is paused to be moved with its memory: whoever follows what runs in it is let go with
+        SandboxMoving, and can go on there."""
+        ...
+
     async def send(self, instance: Instance, dial: Dial, stopped: Callable[[], None], give: Callable[[], None]) -> None:
         """Move a running sandbox to the other side, which calls ``receive``. ``stopped`` is called when it stops here,
         ``give`` when it is whole there and before it may run there. It is stopped here when this returns: ``kill`` it.

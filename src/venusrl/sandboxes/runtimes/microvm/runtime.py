@@ -320,6 +320,9 @@ class MicroVmRuntime:
             if not await self.has_base(spec, name):
                 await carry.settle(self.templates, spec.image, directory, name)
 
+    async def part(self, instance: Instance) -> None:
+        await _own(instance).hang_up()
+
     async def send(self, instance: Instance, dial: Dial, stopped: Callable[[], None], give: Callable[[], None]) -> None:
         await migration.send(self, _own(instance), dial, stopped, give)
 
