@@ -50,7 +50,7 @@ def guest_kernel() -> Path:
     named = os.environ.get(KERNEL_PACKAGE)
     try:
         asyncio.run(setup.check_qemu())
-        if not (state / "kernel" / f"{setup.NETWORK_MODULE}.ko").exists():
+        if not all((state / "kernel" / f"{name}.ko").exists() for name in setup.NETWORK_MODULES):
             asyncio.run(setup.setup(state, Path(named) if named else None))
     except RuntimeUnavailable as error:
         pytest.skip(f"{error} (or name a kernel package's file in {KERNEL_PACKAGE})")

@@ -348,6 +348,9 @@ class MemoryAgent:
         self._check()
         self.quiesced += 1
 
+    async def sever(self) -> None:
+        self._check()
+
     def listen(self, port: int, serve: Callable[[Stream], Awaitable[None]]) -> None:
         """What a connection to ``port`` meets."""
         self.ports[port] = serve

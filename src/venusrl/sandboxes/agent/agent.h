@@ -23,7 +23,7 @@ enum { HEADER = 20, TRAILER = 4, RECORD_HEAD = 5, PAYLOAD = 16384, WINDOW = 6553
 enum { PREAMBLE = 0xA5, VERSION = 1 };
 enum frame { F_HELLO = 1, F_DATA, F_ACK, F_RESET, F_STOP, F_BYE };
 enum op {
-    OP_SETTLE = 1, OP_START, OP_ATTACH, OP_PROCESSES, OP_SIGNAL, OP_RESIZE, OP_USAGE, OP_CONNECT,
+    OP_SETTLE = 1, OP_START, OP_ATTACH, OP_PROCESSES, OP_SIGNAL, OP_RESIZE, OP_USAGE, OP_CONNECT, OP_SEVER,
     OP_STAT = 16, OP_LIST, OP_MKDIR, OP_MOVE, OP_REMOVE, OP_READ, OP_WRITE, OP_WATCH, OP_QUIESCE,
 };
 enum record {
@@ -150,6 +150,7 @@ void system_settle(struct stream *s, struct reader *r);
 void system_usage(struct stream *s);
 void system_connect(struct stream *s, struct reader *r);
 void system_connected(struct stream *s);
+void system_sever(struct stream *s);
 void file_start(struct stream *s, enum op op, const unsigned char *fields, size_t n);
 void watch_run(const char *path, bool recursive); /* in a child: changes to descriptor 1 until descriptor 0 ends */
 

@@ -231,6 +231,11 @@ class Agent(Protocol):
         """Write files to disk and let go of the page cache, before a virtual machine's state is saved."""
         ...
 
+    async def sever(self) -> None:
+        """End every TCP connection that goes out of the sandbox, for a network that is no more; those within it stay.
+        Raises unavailable where its kernel cannot."""
+        ...
+
     async def connect(self, port: int) -> Stream:
         """A TCP connection to 127.0.0.1:``port`` (or ::1) inside. Raises unavailable when nothing listens."""
         ...

@@ -208,6 +208,9 @@ class AgentClient:
     async def quiesce(self) -> None:
         await self._ask(wire.QUIESCE, _text(""), _text(""))
 
+    async def sever(self) -> None:
+        await self._ask(wire.SEVER)
+
     async def connect(self, port: int) -> Stream:
         if not 0 < port < 65536:
             raise AgentError("invalid_argument", f"there is no port {port}")

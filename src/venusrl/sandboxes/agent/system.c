@@ -27,6 +27,7 @@ void operation(struct stream *s, struct reader *r)
     case OP_RESIZE: process_resize(s, r); break;
     case OP_USAGE: system_usage(s); break;
     case OP_CONNECT: system_connect(s, r); break;
+    case OP_SEVER: system_sever(s); break;
     case OP_STAT: case OP_LIST: case OP_MKDIR: case OP_MOVE: case OP_REMOVE: case OP_READ: case OP_WRITE:
     case OP_WATCH: case OP_QUIESCE: file_start(s, (enum op)op, r->p, r->n); break;
     default: stream_error(s, C_UNIMPLEMENTED, "this agent knows no operation %u", op);

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from venusrl.sandboxes.agent.api import Change, Code, Entry, Exit, Usage
 
 HELLO, DATA, ACK, RESET, STOP, BYE = range(1, 7)
-SETTLE, START, ATTACH, PROCESSES, SIGNAL, RESIZE, USAGE, CONNECT = range(1, 9)
+SETTLE, START, ATTACH, PROCESSES, SIGNAL, RESIZE, USAGE, CONNECT, SEVER = range(1, 10)
 STAT, LIST, MKDIR, MOVE, REMOVE, READ, WRITE, WATCH, QUIESCE = range(16, 25)
 STARTED, ERROR, STDOUT, STDERR, PTY, EXIT, ENTRY, CHANGE, END, PROCESS, USED, POSITION = range(1, 13)
 

@@ -155,6 +155,9 @@ class IdleAgent:
     async def quiesce(self) -> None:
         await self._do(self._agent.quiesce)
 
+    async def sever(self) -> None:
+        await self._do(self._agent.sever)
+
     async def connect(self, port: int) -> Stream:
         held = self.awake()
         await held.__aenter__()

@@ -128,6 +128,8 @@ class MicroVm:
             await vm.qmp.ask("cont")
             async with asyncio.timeout(_SETTLE_S):
                 await self._settle(self._agent, fresh)
+                if self.made.shape.network:
+                    await self._agent.sever()
                 await self._name_resolvers(self._agent, resolvers)
         except TimeoutError:
             await self._hang_up()

@@ -32,8 +32,8 @@ LIVE_VERSION = (9, 0)
 """Older ones corrupt a busy guest that moves while it runs."""
 READONLY_VERSION = (8, 2)
 _PACKAGE = "linux-image-cloud-amd64"
-NETWORK_MODULE = "virtio_net"
-_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", NETWORK_MODULE)
+NETWORK_MODULES = ("virtio_net", "tcp_diag")
+_MODULES = ("virtio_pci", "virtio_blk", "virtio_console", *NETWORK_MODULES)
 _PROBE_S = 6.0
 _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
 
@@ -171,7 +171,7 @@ def _pack(kernel: Path, made: programs.Programs) -> Guest:
         partial = target.with_suffix(f".{os.getpid()}")
         partial.write_bytes(archive)
         partial.rename(target)
-    return Guest(kernel / "vmlinuz", target, digest, (kernel / f"{NETWORK_MODULE}.ko").exists())
+    return Guest(kernel / "vmlinuz", target, digest, all((kernel / f"{name}.ko").exists() for name in NETWORK_MODULES))
 
 
 def cpio(files: dict[str, tuple[bytes, int]]) -> bytes:
