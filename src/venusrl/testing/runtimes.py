@@ -212,7 +212,7 @@ class FakeRuntime:
     async def start(self) -> Abilities:
         return self._abilities
 
-    async def prepare(self, image: Image) -> None:
+    async def prepare(self, image: Image, *, network: bool = False) -> None:
         self.prepared.append(image.id)
 
     async def forget(self, image_id: str) -> None:

@@ -43,7 +43,7 @@ class Pages:
         self._runtimes = runtimes
         self._background = background
         self._clock = clock
-        self._prepared: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._prepared: dict[tuple[str, str, bool], asyncio.Task[None]] = {}
         self._merging: dict[str, str] = {}
 
     def asked(self, image: Image, runtime: str, tenant: str, sandbox: str) -> str:
@@ -60,18 +60,18 @@ class Pages:
         seconds = self._cells.time_limits.prepare
         async with within(seconds, "prepare", f"layers of sandbox {spec.id}"):
             spec = await self._sharing.made_of(spec)
-        await self._prepare(runtime, spec.image)
+        await self._prepare(runtime, spec.image, spec.network.reaches_out)
         return spec
 
-    async def _prepare(self, runtime: Runtime, image: Image) -> None:
+    async def _prepare(self, runtime: Runtime, image: Image, network: bool) -> None:
         seconds = self._cells.time_limits.prepare
-        key = (runtime.name, image.id)
+        key = (runtime.name, image.id, network)
         task = self._prepared.get(key)
         if task is None:
 
             async def prepare() -> None:
                 async with within(seconds, "prepare", f"template {image.name or image.id}"):
-                    await runtime.prepare(image)
+                    await runtime.prepare(image, network=network)
 
             task = self._background.operation(f"prepare {image.id}", prepare())
             self._prepared[key] = task
@@ -112,9 +112,10 @@ class Pages:
         """After a restart: know who merges and what is shared; remove what was made for sandboxes that have gone."""
         held = [(cell.record.order.runtime, cell.instance.spec) for cell in self._cells if cell.instance is not None]
         self._merging = {spec.id: spec.tenant for _, spec in held if spec.merge}
-        for name, image in {(name, spec.image.id): (name, spec.image) for name, spec in held}.values():
+        kinds = {(name, spec.image.id, spec.network.reaches_out): spec.image for name, spec in held}
+        for (name, _, network), image in kinds.items():
             # Until then nothing of it is counted.
-            self._background.watch(f"prepare {image.id} again", self._prepare(self._runtimes[name], image))
+            self._background.watch(f"prepare {image.id} again", self._prepare(self._runtimes[name], image, network))
         await self._sharing.sweep(cell.id for cell in self._cells)
 
     async def forget_gone(self, needed: Callable[[], set[str]]) -> None:
@@ -124,7 +125,8 @@ class Pages:
                 # Asked for anew each time: while one was forgotten, a sandbox of another may have been begun.
                 images = needed() | {cell.record.image.id for cell in self._cells}
                 if not any(pages == image or pages.startswith(f"{image}-") for image in images):
-                    self._prepared.pop((name, pages), None)
+                    for network in (False, True):
+                        self._prepared.pop((name, pages, network), None)
                     await runtime.forget(pages)
                     _log.info("what %s had derived of the removed template %s is gone", name, pages)
         await self._clock.sleep(_FORGET_EVERY_S)
@@ -136,7 +138,7 @@ class Pages:
 
     async def _let_go(self, sandbox: str) -> None:
         suffix = self._sharing.pages("", "", sandbox)
-        for name, pages in [key for key in self._prepared if key[1].endswith(suffix)]:
-            await asyncio.wait((self._prepared.pop((name, pages)),))
-            await self._runtimes[name].forget(pages)
+        for key in [key for key in self._prepared if key[1].endswith(suffix)]:
+            await asyncio.wait((self._prepared.pop(key),))
+            await self._runtimes[key[0]].forget(key[1])
         await self._sharing.let_go(sandbox)

@@ -34,6 +34,10 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
 
+    @property
+    def reaches_out(self) -> bool:
+        return self.internet or bool(self.allow)
+
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One sandbox to make. ``tenant`` matters where pages are shared per tenant. ``merge``: its own memory may be
@@ -146,8 +150,9 @@ class Runtime(Protocol):
         """Check the machine. Raises RuntimeUnavailable with the mend."""
         ...
 
-    async def prepare(self, image: Image) -> None:
-        """Make what is derived from a template (disk image, memory, page cache touched), so that ``create`` is fast."""
+    async def prepare(self, image: Image, *, network: bool = False) -> None:
+        """Make what is derived from a template (disk image, memory, page cache touched), so that ``create`` is fast.
+        ``network``: for sandboxes that reach out."""
         ...
 
     async def forget(self, image_id: str) -> None:

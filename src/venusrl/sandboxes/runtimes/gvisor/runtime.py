@@ -72,7 +72,7 @@ class GvisorRuntime:
             lacks["limits"] = "no control groups are writable: sandboxes cannot be limited as wholes"
         return Abilities(memory_snapshot=False, live_migration=False, egress=False, lacks=lacks)
 
-    async def prepare(self, image: Image) -> None:
+    async def prepare(self, image: Image, *, network: bool = False) -> None:
         self._require_layers(image)
         await asyncio.to_thread(self._residency.know, image)
 

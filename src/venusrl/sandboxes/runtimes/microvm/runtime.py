@@ -24,7 +24,7 @@ from venusrl.sandboxes.runtimes.base import Abilities, Instance, Network, Snapsh
 from venusrl.sandboxes.runtimes.microvm import carry, migration, programs, setup, state, template, vm
 from venusrl.sandboxes.runtimes.microvm.carry import Control
 from venusrl.sandboxes.runtimes.microvm.idle import IdlePolicy
-from venusrl.sandboxes.runtimes.microvm.instance import NO_CARD, RUNTIME, MicroVm, Record, reaches_out
+from venusrl.sandboxes.runtimes.microvm.instance import NO_CARD, RUNTIME, MicroVm, Record
 from venusrl.sandboxes.runtimes.microvm.machine import BOARD
 from venusrl.sandboxes.runtimes.microvm.passport import Passport, objection
 from venusrl.sandboxes.runtimes.microvm.vm import Parts, Site, Vm
@@ -97,6 +97,10 @@ class MicroVmRuntime:
             return "the guest kernel was set up without a network card's driver: venusrl env setup microvm"
         return self._egress.lacks or ""
 
+    def _require_egress(self, network: bool) -> None:
+        if network and (why := self._no_egress()):
+            raise RuntimeUnavailable(f"virtual machines cannot reach a network here: {why}")
+
     def _ready(self) -> tuple[Site, setup.Guest, setup.Qemu]:
         if self._site is None or self._guest is None or self._qemu is None:
             raise RuntimeUnavailable("the microVM runtime was not started")
@@ -104,8 +108,9 @@ class MicroVmRuntime:
 
     # -- templates
 
-    async def prepare(self, image: Image) -> None:
-        made = await self._made(image)
+    async def prepare(self, image: Image, *, network: bool = False) -> None:
+        self._require_egress(network)
+        made = await self._made(image, network=network)
         self._refill(made)
 
     async def _made(self, image: Image, *, network: bool = False) -> template.Made:
@@ -206,9 +211,8 @@ class MicroVmRuntime:
         return await self._begin(spec, snapshot)
 
     async def _begin(self, spec: Spec, snapshot: Snapshot | None) -> MicroVm:
-        network = reaches_out(spec.network)
-        if network and (why := self._no_egress()):
-            raise RuntimeUnavailable(f"virtual machines cannot reach a network here: {why}")
+        network = spec.network.reaches_out
+        self._require_egress(network)
         if spec.id in self._instances or spec.id in self._starting:
             raise SandboxError(f"sandbox id {spec.id} is in use")
         self._starting.add(spec.id)

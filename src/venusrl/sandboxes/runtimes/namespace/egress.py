@@ -88,7 +88,7 @@ class Egress:
 
     async def connect(self, sandbox: str, pid: int, network: Network) -> str:
         """Put these rules into force; the text of its resolv.conf ("" = none). Raises SandboxError."""
-        wanted = network.internet or bool(network.allow)
+        wanted = network.reaches_out
         if not wanted and sandbox not in self._links:
             return ""
         if self.lacks is not None:

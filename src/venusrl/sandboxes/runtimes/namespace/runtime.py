@@ -100,7 +100,7 @@ class NamespaceRuntime:
         await self._forge()
         return self._abilities()
 
-    async def prepare(self, image: Image) -> None:
+    async def prepare(self, image: Image, *, network: bool = False) -> None:
         for layer in image.layers:
             if not Path(layer).is_dir():  # noqa: ASYNC240 - a handful
                 raise SandboxError(f"the template {image.name} lacks its layer {layer}: build it again")
