@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 from tests.integration.microvms import tiny_template
 from tests.integration.test_env_node import COMMAND, Pair, Process, ended, until
+from tests.integration.test_escape_network import OTHER, PORT, SERVER, outside
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes are confined as root does: run as root")
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
+__all__ = ["outside"]
 RUNTIME = ("--runtime", "microvm")
 LINES_S = 120.0
 
@@ -144,6 +147,28 @@ def test_ports_inside_answer_from_either_node(three: Machines) -> None:
         get(three, sandbox.sandbox_id, 8001, "/page")
     assert refused.value.code == 502
     sandbox.kill()
+
+
+def answers(sandbox: Any, address: str) -> bool:
+    told = sandbox.commands.run(f"busybox timeout 20 busybox nc -w 4 {address} {PORT} < /dev/null || true", user="root")
+    return bool(told.stdout == "hello")
+
+
+def test_what_it_may_reach_goes_with_it(three: Machines, outside: None) -> None:
+    network = {"deny_out": [OTHER]}
+    with contextlib.ExitStack() as stack:
+        made = []
+        for allowed in (True, False):
+            options = {"allow_internet_access": allowed, "network": network if allowed else None, **three.options}
+            sandbox = e2b.Sandbox.create("tiny", timeout=900, request_timeout=240, **options)
+            stack.callback(sandbox.kill)
+            made.append(sandbox)
+        for _ in range(2):
+            assert [[answers(each, address) for address in (SERVER, OTHER)] for each in made] == [
+                [True, False],
+                [False] * 2,
+            ]
+            assert three.move(made[0].sandbox_id, three.other(made[0].sandbox_id))["how"] == "live"
 
 
 def test_a_deadline_holds_on_the_other_node(three: Machines) -> None:
