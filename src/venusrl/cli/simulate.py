@@ -173,7 +173,8 @@ def _carry_out(suite: Suite, folder: Path, *, quick: bool, jobs: int, resume: bo
         found = carry_out(suite, records, quick=quick, jobs=jobs, report=_progress())
     except KeyboardInterrupt:
         again = shlex.join(["venusrl", *sys.argv[1:], *([] if resume else ["--resume"])])
-        stderr().print(f"\nstopped; {len(records.found)} finished runs are kept. Go on with: {again}", markup=False)
+        kept = f"\nstopped; {len(records.found)} finished runs are kept. Go on with: {again}"
+        stderr().print(kept, markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         records.close()
