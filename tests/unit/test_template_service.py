@@ -372,3 +372,25 @@ async def test_a_full_disk_is_told_of_an_import(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(HostDiskFull, match="env template gc"):
         await templates.from_directory("", "x", None)
     assert [build.state for build in templates.records.builds()] == ["error"]
+
+
+@pytest.mark.parametrize("registry", ["127.0.0.1:5000", "localhost", "localhost:80", "169.254.169.254", "0.0.0.0:1"])
+async def test_a_tenants_image_is_not_of_the_machines_own_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: list[str], registry: str
+) -> None:
+    templates = await make(tmp_path, fake_runtime())
+    asked: list[str] = []
+
+    def pull(_store: object, reference: str, *_: object) -> None:
+        asked.append(reference)
+        raise BadTemplate("it was fetched")
+
+    monkeypatch.setattr("venusrl.sandboxes.templates.oci.pull", pull)
+    for tenant in ("t", ""):
+        waiting = templates.create(tenant, "made")
+        await templates.build(tenant, waiting.template, waiting.id, BuildRequest(from_image=f"{registry}/x:1"))
+        done = await templates.wait(waiting.id)
+        assert done.reason is not None
+        assert ("own network" if tenant else "it was fetched") in done.reason.message
+    assert asked == [f"{registry}/x:1"], "the operator may"
+    await templates.close()

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import ipaddress
 import json
 import platform
 import posixpath
 import re
 import shutil
+import socket
 import subprocess
 import tarfile
 from pathlib import Path
@@ -142,17 +144,40 @@ def pull(store: Store, reference: str, scratch: Path, bounds: Bounds, login: Log
     return _read_layout(store, folder, scratch, bounds, "")
 
 
+def check_not_here(reference: str) -> None:
+    """A tenant's image is not of this machine's own addresses or its link's, metadata services among them: what answers
+    there is not meant for tenants. By the name as it resolves now; a firewall holds against one that changes. Blocks.
+
+    Raises BadTemplate.
+    """
+    registry = _registry(reference)
+    host = registry.rpartition(":")[0] if ":" in registry else registry
+    try:
+        found = {ipaddress.ip_address(str(each[4][0])) for each in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return  # skopeo will say so
+    if any(one.is_loopback or one.is_link_local or one.is_unspecified for one in found):
+        raise BadTemplate(
+            f"{reference} is an image of this machine's own network: ask the operator to import it (venusrl env "
+            "template build --image)"
+        )
+
+
+def _registry(reference: str) -> str:
+    """HOST or HOST:PORT of an image's registry."""
+    host, slash, _ = reference.partition("/")
+    return host if slash and ("." in host or ":" in host or host == "localhost") else "docker.io"
+
+
 def _architecture() -> str:
     return _MACHINES.get(platform.machine(), platform.machine())
 
 
 def _login_file(reference: str, login: Login, path: Path) -> Path:
     """A file, for what is on a command line everybody can read."""
-    host, slash, _ = reference.partition("/")
-    registry = host if slash and ("." in host or ":" in host) else "docker.io"
     secret = base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
     path.touch(mode=0o600)
-    path.write_text(json.dumps({"auths": {registry: {"auth": secret}}}))
+    path.write_text(json.dumps({"auths": {_registry(reference): {"auth": secret}}}))
     return path
 
 

@@ -339,6 +339,8 @@ class Templates:
         bounds = self._rules.build.bounds
 
         def pull() -> Image:
+            if tenant:
+                oci.check_not_here(source)
             with self.store.staging() as scratch:
                 made = oci.pull(self.store, source, scratch, bounds, request.from_image_registry)
                 return self._based(build, tenant, made, None, scratch)
