@@ -25,6 +25,7 @@ from tests.integration.test_escape_network import OTHER, PORT, PRIVATE, ROUTER, 
 from venusrl.sandboxes.agent.api import Output, Process, ProcessSpec
 from venusrl.sandboxes.protocol import RuntimeUnavailable, SandboxError
 from venusrl.sandboxes.runtimes.base import Instance, Network, Spec
+from venusrl.sandboxes.runtimes.microvm.instance import MicroVm
 from venusrl.sandboxes.runtimes.microvm.runtime import MicroVmRuntime
 from venusrl.sandboxes.templates.api import Image
 
@@ -193,6 +194,53 @@ async def test_what_was_open_is_told_so(runtime: MicroVmRuntime, prepared: tuple
                 break
     assert await reaches(sandbox, SERVER)
     await sandbox.kill()
+
+
+_LATER = f"""
+import socket, sys
+made = socket.create_server(("0.0.0.0", {HOLDING}))
+print("up", flush=True)
+connection = made.accept()[0]
+print("connected", flush=True)
+sys.stdin.readline()
+connection.sendall(b"hello")
+sys.stdin.readline()
+"""
+
+
+async def asleep(sandbox: MicroVm, wanted: bool) -> None:
+    """Once its processors are stopped, or run. Without a question: that would wake it."""
+    door = sandbox._agent
+    assert door is not None
+    while door._asleep != wanted:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.05)
+
+
+async def test_what_comes_wakes_a_machine_that_sleeps(prepared: tuple[Path, Image], outside: None) -> None:
+    runtime = await microvms.runtime(prepared[0], idle_s=0.5)
+    if why := runtime._no_egress():
+        pytest.skip(why)
+    command = ("ip", "netns", "exec", "venusrl-test", sys.executable, "-c", _LATER)
+    pipe = asyncio.subprocess.PIPE
+    server = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        assert await server.stdout.readline() == b"up\n"
+        sandbox = await runtime.create(with_network("sleeper", prepared[1], Network(internet=True)))
+        await sh(sandbox, "busybox mkfifo /root/nothing; sleep 100000 > /root/nothing & true")
+        await sh(sandbox, f"(busybox nc {SERVER} {HOLDING} < /root/nothing > /root/got 2>&1 &) ; true")
+        async with asyncio.timeout(ANSWERS_S):
+            assert await server.stdout.readline() == b"connected\n"
+            await asleep(sandbox, True)
+            server.stdin.write(b"\n")
+            await asleep(sandbox, False)
+            while await sh(sandbox, "cat /root/got") != "hello":  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+    finally:
+        server.kill()
+        await server.wait()
+        await over(runtime)
 
 
 async def test_a_live_move_takes_it_along(

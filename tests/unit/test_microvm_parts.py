@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -162,6 +163,38 @@ async def test_idle_processors_sleep_and_a_question_wakes_them() -> None:
     await asyncio.wait_for(processors.changed.wait(), 5)
     await door.usage()
     assert processors.steps[:2] == ["sleep", "wake"]
+    await door.close()
+
+
+async def test_what_comes_over_the_network_wakes_them() -> None:
+    processors = Processors()
+    carried = 7
+    door = IdleAgent(
+        MemoryAgent(), IdlePolicy(after_s=0.01), processors.wake, processors.sleep, traffic=lambda: carried
+    )
+    await asyncio.wait_for(processors.changed.wait(), 5)
+    assert processors.steps == ["sleep"]
+    processors.changed.clear()
+    carried = 8
+    await asyncio.wait_for(processors.changed.wait(), 5)
+    assert processors.steps == ["sleep", "wake", "sleep"]
+    await door.close()
+
+
+async def test_processors_do_not_sleep_while_the_network_carries_something() -> None:
+    processors = Processors()
+    looks = itertools.count()
+    many = asyncio.Event()
+
+    def traffic() -> int:
+        look = next(looks)
+        if look == 5:
+            many.set()
+        return look
+
+    door = IdleAgent(MemoryAgent(), IdlePolicy(after_s=0.01), processors.wake, processors.sleep, traffic=traffic)
+    await asyncio.wait_for(many.wait(), 5)
+    assert processors.steps == []
     await door.close()
 
 

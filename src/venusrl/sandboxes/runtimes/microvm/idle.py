@@ -49,14 +49,22 @@ class IdleAgent:
     """An ``Agent``. ``wake`` lets the processors run, ``sleep`` stops them; both idempotent."""
 
     def __init__(
-        self, agent: Agent, policy: IdlePolicy, wake: Step, sleep: Step, background: frozenset[int] = frozenset()
+        self,
+        agent: Agent,
+        policy: IdlePolicy,
+        wake: Step,
+        sleep: Step,
+        background: frozenset[int] = frozenset(),
+        traffic: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``background``: processes that came with the template (a server waits for requests, which wake it)."""
+        """``background``: processes that came with the template (a server waits for requests, which wake it).
+        ``traffic``: bytes that its network has carried so far; a machine whose network carries some is not idle."""
         self._agent = agent
         self._background = background
         self._policy = policy
         self._wake = wake
         self._sleep = sleep
+        self._traffic = traffic
         self._under_way = 0
         self._turn = asyncio.Lock()
         self._asleep = False
@@ -82,6 +90,7 @@ class IdleAgent:
     async def _watch(self) -> None:
         """Ends with the machine: its first failed question."""
         with contextlib.suppress(SandboxError):
+            carried = self._traffic()
             while True:
                 self._touched.clear()
                 try:
@@ -90,6 +99,10 @@ class IdleAgent:
                     continue
                 except TimeoutError:
                     pass
+                before, carried = carried, self._traffic()
+                if carried != before:
+                    async with self.awake():  # what came is for somebody inside
+                        continue
                 if not self._under_way and not self._asleep and await self._is_idle():
                     async with self._turn:
                         if not self._under_way:

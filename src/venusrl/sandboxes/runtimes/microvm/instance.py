@@ -74,6 +74,10 @@ class Maker(Protocol):
         """Put the rules of ``network`` into force; the text of its resolv.conf ("" = none). Raises SandboxError."""
         ...
 
+    def traffic(self, sandbox: str) -> int:
+        """Bytes that its network has carried so far, either way."""
+        ...
+
     async def unplug(self, sandbox: str) -> None:
         """Its machine ends, its sandbox does not."""
         ...
@@ -167,7 +171,11 @@ class MicroVm:
             await vm.qmp.ask("stop")
 
         client = AgentClient(unix(vm.agent_socket))
-        return IdleAgent(client, self._maker.policy, wake, sleep, frozenset(self.made.started))
+
+        def traffic() -> int:
+            return self._maker.traffic(self._spec.id)
+
+        return IdleAgent(client, self._maker.policy, wake, sleep, frozenset(self.made.started), traffic)
 
     def _env(self) -> dict[str, str]:
         return {**self._spec.image.env, **self._spec.env}

@@ -196,6 +196,9 @@ class MicroVmRuntime:
         """As ``Maker.connect``."""
         return await self._egress.connect(spec.id, machine.record.pid, network)
 
+    def traffic(self, sandbox: str) -> int:
+        return self._egress.traffic(sandbox)
+
     async def unplug(self, sandbox: str) -> None:
         await self._egress.unplug(sandbox)
 

@@ -116,6 +116,15 @@ class Egress:
             async with self._change:
                 await self._remove(sandbox)
 
+    def traffic(self, sandbox: str) -> int:
+        """Bytes that its link has carried, either way; 0 without one."""
+        if (link := self._links.get(sandbox)) is None:
+            return 0
+        counters = Path(f"/sys/class/net/{link.device}/statistics")
+        with suppress(OSError, ValueError):
+            return sum(int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
+        return 0
+
     async def unplug(self, sandbox: str) -> None:
         """Its network namespace ends, its rules stay: ``connect`` gives the next one the same link. Idempotent."""
         if (link := self._links.get(sandbox)) is not None:
