@@ -6,51 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.integration.serving import COMMAND, Serving
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of the service need root: run as root")
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
-COMMAND = [sys.executable, "-m", "venusrl.cli.main", "env"]
-
-
-class Serving:
-    """``venusrl env serve`` on one state directory, and what it printed."""
-
-    def __init__(self, state: Path, *options: str) -> None:
-        self.state = state
-        self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--state", str(state), "--listen", "127.0.0.1:0", "--json", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        text = ""
-        while not text.endswith("\n}\n"):
-            line = self.process.stdout.readline()
-            if not line:
-                assert self.process.stderr is not None
-                raise AssertionError(self.process.stderr.read())
-            text += line
-        self.told: dict[str, Any] = json.loads(text)
-        environment = self.told["environment"]
-        self.options = {
-            "api_key": environment["E2B_API_KEY"],
-            "api_url": environment["E2B_API_URL"],
-            "sandbox_url": environment["E2B_SANDBOX_URL"],
-        }
-
-    def end(self, number: int) -> str:
-        """What it said on stderr."""
-        self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
-        return errors
 
 
 def env(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.integration import microvms
+from tests.integration.serving import COMMAND, Serving
 
 from venusrl.sandboxes.host.api import Order
 from venusrl.sandboxes.host.records import Record
 from venusrl.sandboxes.templates.store import Store
-
-COMMAND = [sys.executable, "-m", "venusrl.cli.main", "env"]
 
 
 def env(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -102,3 +104,26 @@ def test_a_state_directory_that_cannot_be_is_told(tmp_path: Path, command: tuple
     assert done.returncode == 1
     assert "choose another --state" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="microVMs confine QEMU as root does: run as root")
+def test_gc_frees_what_a_running_service_had_derived(tmp_path: Path) -> None:
+    """The sealed memory of a virtual machine's template, once neither it nor a sandbox of it is there."""
+    e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
+    state = tmp_path / "service"
+    microvms.tiny_template(tmp_path, COMMAND, ["service"])
+    derived = state / "runtimes" / "microvm" / "templates"
+    serving = Serving(state, "--runtime", "microvm", "--kill-on-exit")
+    try:
+        box = e2b.Sandbox.create("tiny", timeout=600, **serving.options)
+        assert list(derived.iterdir())
+        assert env(state, "template", "rm", "tiny").returncode == 0
+        assert told(state, "template", "gc", "--cache-days", "0")["layers"] == 0
+        box.kill()
+        assert told(state, "template", "gc", "--cache-days", "0")["layers"] > 0
+        deadline = time.monotonic() + 120
+        while list(derived.iterdir()):
+            assert time.monotonic() < deadline, "it is still there"
+            time.sleep(0.2)
+    finally:
+        serving.end(signal.SIGINT)
