@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -104,13 +104,6 @@ async def all_of(process: Process) -> Ended:
             ended.exit = event
     ended.stdout, ended.stderr, ended.pty = (b"".join(pieces[name]) for name in ("stdout", "stderr", "pty"))
     return ended
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Asks again and again; fails the test when it does not come true."""
-    async with asyncio.timeout(10):
-        while not await condition():  # noqa: ASYNC110 - nobody tells when something ended
-            await asyncio.sleep(0.01)
 
 
 async def gone(pid: int) -> bool:

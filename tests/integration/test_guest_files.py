@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from tests.integration.guests import ME, Guest, gone, guest, until
+from tests.integration.guests import ME, Guest, gone, guest
+from tests.waiting import until
 
 from venusrl.sandboxes.agent.api import AgentError, Change, Settings
 

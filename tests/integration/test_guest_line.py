@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.integration.guests import ME, Guest, all_of, guest, shell, until
+from tests.integration.guests import ME, Guest, all_of, guest, shell
+from tests.waiting import until
 
 from venusrl.sandboxes.agent import build, wire
 from venusrl.sandboxes.agent.api import AgentError, Exit, Output, Process, Settings

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.integration.guests import ME, Guest, all_of, gone, guest, shell, until
+from tests.integration.guests import ME, Guest, all_of, gone, guest, shell
+from tests.waiting import until
 
 from venusrl.sandboxes.agent.api import AgentError, Exit, Output, ProcessSpec, Size
 

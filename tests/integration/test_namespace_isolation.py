@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from tests.integration.namespaces import LIMITS, output, serving
+from tests.integration.test_namespace_limits import processes_with
+from tests.waiting import until
 
 from venusrl.sandboxes.node import EmbeddedNode
 from venusrl.sandboxes.templates import roots as templates
@@ -45,21 +47,21 @@ async def python(node: EmbeddedNode, sandbox: str, code: str) -> str:
 
 
 async def test_a_command_is_never_the_machines_root(node: EmbeddedNode, sandbox: str) -> None:
-    task = asyncio.create_task(node.run(sandbox, "exec sleep 3.21"))
+    task = asyncio.create_task(node.run(sandbox, "exec sleep 321.5", timeout_s=300))
     uids: set[str] = set()
-    for _ in range(200):
+
+    def seen() -> bool:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if b"3.21" in (entry / "cmdline").read_bytes():
+                if (entry / "cmdline").read_bytes() == b"sleep\0321.5\0":
                     status = (entry / "status").read_text()
                     uids.add(next(line for line in status.splitlines() if line.startswith("Uid:")))
             except (FileNotFoundError, ProcessLookupError):
                 continue
-        if uids:
-            break
-        await asyncio.sleep(0.02)
+        return bool(uids)
+
+    await until(seen)
     task.cancel()
-    assert uids
     assert all("\t0" not in line for line in uids)
 
 
@@ -132,9 +134,9 @@ async def test_other_sandboxes_are_invisible(node: EmbeddedNode, sandbox: str) -
     other = await node.create("host", LIMITS, {})
     await node.write(other, {"/tmp/secret": b"s3cret", "/work/secret": b"s3cret"})
     assert "s3cret" not in await output(node, sandbox, "cat /tmp/* /work/* /dev/shm/*; find / -name secret 2>/dev/null")
-    busy = asyncio.create_task(node.run(other, "exec sleep 5"))
-    await asyncio.sleep(0.2)
-    assert "sleep 5" not in await output(node, sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    busy = asyncio.create_task(node.run(other, "exec sleep 532.1"))
+    await until(lambda: processes_with("sleep 532.1") != [])
+    assert "sleep 532.1" not in await output(node, sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     busy.cancel()
 
 

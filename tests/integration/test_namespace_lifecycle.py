@@ -10,14 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.integration.namespaces import LIMITS, output, serving
 from tests.integration.test_namespace_limits import processes_with
+from tests.waiting import until
 
 from venusrl.sandboxes.node import EmbeddedNode, NodeConfig
 from venusrl.sandboxes.protocol import SandboxDenied, SandboxError, SandboxGone
@@ -34,7 +34,6 @@ async def main():
     limits = Limits(memory_mib=128, disk_mib=8)
     sandboxes = [await node.create("host", limits, {}) for _ in range(3)]
     running = [asyncio.create_task(node.run(s, "sleep 97.53", timeout_s=60)) for s in sandboxes]
-    await asyncio.sleep(0.5)
     report = node.report
     print(json.dumps({"launcher": report.pid, "groups": report.cgroup_directories}), flush=True)
     await asyncio.gather(*running)
@@ -45,13 +44,6 @@ asyncio.run(main())
 
 def records(root: Path) -> list[str]:
     return sorted(path.stem for path in (root / "sandboxes").glob("*.json"))
-
-
-async def eventually(true: Callable[[], bool], within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def start_owner(root: Path) -> tuple[subprocess.Popen[str], dict[str, object]]:
@@ -92,7 +84,7 @@ async def test_files_persist_between_commands_and_nothing_else_does(node: Embedd
 async def test_killing_a_sandbox_ends_its_command(node: EmbeddedNode) -> None:
     sandbox = await node.create("host", LIMITS, {})
     running = asyncio.create_task(node.run(sandbox, "sleep 97.11"))
-    await eventually(lambda: processes_with("97.11") != [])
+    await until(lambda: processes_with("97.11") != [])
     await node.kill(sandbox)
     with pytest.raises(SandboxGone):
         await running
@@ -102,7 +94,7 @@ async def test_killing_a_sandbox_ends_its_command(node: EmbeddedNode) -> None:
 async def test_t30_a_cancelled_command_leaves_no_process(node: EmbeddedNode) -> None:
     sandbox = await node.create("host", LIMITS, {})
     running = asyncio.create_task(node.run(sandbox, "sleep 97.12 & sleep 97.12"))
-    await eventually(lambda: processes_with("97.12") != [])
+    await until(lambda: processes_with("97.12") != [])
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -159,10 +151,14 @@ async def test_admission_is_bounded_and_says_when_to_come_back(tmp_path: Path) -
 async def test_concurrent_commands_are_bounded(tmp_path: Path) -> None:
     async with serving(tmp_path / "node", NodeConfig(concurrent_commands=2)) as node:
         sandboxes = [await node.create("host", LIMITS, {}) for _ in range(4)]
-        running = [asyncio.create_task(node.run(s, "sleep 0.4")) for s in sandboxes]
-        await asyncio.sleep(0.2)
-        assert (node.stats().running, node.stats().waiting) == (2, 2)
-        await asyncio.gather(*running)
+        running = [asyncio.create_task(node.run(s, "sleep 97.14", timeout_s=200)) for s in sandboxes]
+        await until(lambda: (node.stats().running, node.stats().waiting) == (2, 2))
+        await until(lambda: len(processes_with("sleep 97.14")) >= 2)
+        running[0].cancel()
+        await until(lambda: (node.stats().running, node.stats().waiting) == (2, 1))
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         assert (node.stats().running, node.stats().waiting) == (0, 0)
 
 
@@ -172,14 +168,14 @@ async def test_t35_a_killed_owner_leaves_nothing_running_and_is_reaped(tmp_path:
     async with serving(root) as living:
         mine = await living.create("host", LIMITS, {})
         owner, told = start_owner(root)
-        assert len(processes_with("97.53")) >= 3
+        await until(lambda: len(processes_with("97.53")) >= 3)
         owner.send_signal(how)
         owner.wait()
-        await eventually(lambda: processes_with("97.53") == [])
-        await eventually(lambda: not Path(f"/proc/{told['launcher']}").exists())
+        await until(lambda: processes_with("97.53") == [])
+        await until(lambda: not Path(f"/proc/{told['launcher']}").exists())
         groups = told["groups"]
         assert isinstance(groups, list)
-        await eventually(lambda: not any(Path(group).exists() for group in groups))
+        await until(lambda: not any(Path(group).exists() for group in groups))
         assert len(records(root)) == 4  # its three are known as orphans until somebody starts
 
         other = EmbeddedNode(root, "next")
@@ -196,7 +192,7 @@ async def test_an_owner_and_its_launcher_killed_together_leave_nothing(tmp_path:
         os.kill(int(str(told["launcher"])), signal.SIGKILL)
         owner.kill()
         owner.wait()
-        await eventually(lambda: processes_with("97.53") == [])
+        await until(lambda: processes_with("97.53") == [])
         other = EmbeddedNode(root, "next")
         assert await other.start() == 3
         await other.close()
@@ -208,12 +204,12 @@ async def test_an_owner_and_its_launcher_killed_together_leave_nothing(tmp_path:
 async def test_a_killed_launcher_loses_its_sandboxes_and_is_replaced(node: EmbeddedNode, tmp_path: Path) -> None:
     sandbox = await node.create("host", LIMITS, {})
     running = asyncio.create_task(node.run(sandbox, "sleep 97.14"))
-    await eventually(lambda: processes_with("97.14") != [])
+    await until(lambda: processes_with("97.14") != [])
     assert node.report is not None
     os.kill(node.report.pid, signal.SIGKILL)
     with pytest.raises(SandboxGone, match="launcher ended"):
         await running
-    await eventually(lambda: processes_with("97.14") == [])
+    await until(lambda: processes_with("97.14") == [])
     with pytest.raises(SandboxGone):
         await node.run(sandbox, "true")
     assert records(tmp_path / "node") == []
@@ -225,13 +221,13 @@ async def test_a_killed_launcher_loses_its_sandboxes_and_is_replaced(node: Embed
 async def test_bubblewrap_killed_from_outside_ends_the_command_only(node: EmbeddedNode) -> None:
     sandbox = await node.create("host", LIMITS, {})
     running = asyncio.create_task(node.run(sandbox, "sleep 97.15"))
-    await eventually(lambda: processes_with("97.15") != [])
+    await until(lambda: processes_with("97.15") != [])
     assert node.report is not None
     children = Path(f"/proc/{node.report.pid}/task/{node.report.pid}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGKILL)
     with pytest.raises(SandboxError, match="not run"):
         await running
-    await eventually(lambda: processes_with("97.15") == [])
+    await until(lambda: processes_with("97.15") == [])
     assert await output(node, sandbox, "echo fine") == "fine"
 
 
@@ -240,7 +236,7 @@ async def test_close_leaves_nothing(tmp_path: Path) -> None:
     async with serving(root) as node:
         sandbox = await node.create("host", LIMITS, {})
         running = asyncio.create_task(node.run(sandbox, "sleep 97.16"))
-        await eventually(lambda: processes_with("97.16") != [])
+        await until(lambda: processes_with("97.16") != [])
         report = node.report
     with pytest.raises(SandboxGone):
         await running

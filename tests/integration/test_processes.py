@@ -10,10 +10,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.coordinator import guardian
 from venusrl.coordinator.errors import ProcessError
@@ -50,12 +50,6 @@ def descendants(root: int) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {root}
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
-            await asyncio.sleep(0.01)
 
 
 def process(tmp_path: Path, command: Command, name: str = "child") -> SupervisedProcess:
@@ -139,7 +133,7 @@ async def test_T45_stop_is_bounded_when_the_child_ignores_it(tmp_path: Path) -> 
     await until(lambda: "up" in (tmp_path / "logs" / "child.log").read_text())
     began = time.monotonic()
     end = await child.stop(grace_s=0.1)
-    assert time.monotonic() - began < 15  # of the 99 it asked for
+    assert time.monotonic() - began < 90  # of the 99 it asked for
     assert end is not None
     assert (end.code, end.asked) == (-signal.SIGKILL, True)
 
@@ -151,9 +145,12 @@ async def test_the_whole_tree_is_gone_after_stop_and_after_an_exit(tmp_path: Pat
     await stopped.stop()
     assert not [pid for pid in tree if alive(pid)]
 
-    left = process(tmp_path, shell("setsid sleep 300 & sleep 300 & sleep 0.2; exit 3"), "left")
+    seen = tmp_path / "seen"
+    os.mkfifo(seen)
+    left = process(tmp_path, shell(f"setsid sleep 300 & sleep 300 & read -r seen < {seen}; exit 3"), "left")
     await left.start()
     tree = await tree_of(left, 3)
+    await asyncio.to_thread(seen.write_text, "seen\n")
     assert (await left.wait_exit()).code == 3
     assert not [pid for pid in tree if alive(pid)]
 
@@ -191,7 +188,7 @@ async def test_cancelled_stop_kills_at_once(tmp_path: Path) -> None:
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await child.wait_exit()).code == -signal.SIGKILL
 
 
@@ -218,7 +215,7 @@ async def test_stop_ends_keep_running_also_while_it_backs_off(tmp_path: Path) ->
     keeping = asyncio.create_task(child.keep_running(restarts=100))
     await until(lambda: child.starts == 1 and not child.running)
     await child.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await keeping).code == 1
     assert child.starts == 1
 

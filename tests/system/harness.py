@@ -86,6 +86,14 @@ class TrainProcess:
         """Pids of this run's processes of a kind: engine, trainer, sandbox or launcher."""
         return [pid for pid in descendants(self.pid) if _KINDS[kind] in _command(pid)]
 
+    def until_descendant(self, kind: str, timeout_s: float) -> None:
+        """Wait for a process of a kind to be there."""
+        deadline = time.monotonic() + timeout_s
+        while not self.descendants(kind):
+            assert self.popen.poll() is None, f"the run ended before its {kind} began; it said:\n{self.said()}"
+            assert time.monotonic() < deadline, f"no {kind} within {timeout_s:g} s; it said:\n{self.said()}"
+            time.sleep(0.01)
+
     def until_event(self, kind: str, timeout_s: float, **fields: object) -> dict[str, Any]:
         """Wait for an event of the run's record."""
         deadline = time.monotonic() + timeout_s
@@ -126,27 +134,32 @@ def sandboxes_left(run_dir: Path) -> list[str]:
 
 def descendants(root: int) -> list[int]:
     """Every living process below ``root``."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            parent = _parent(int(entry))
-            if parent is not None:
-                children.setdefault(parent, []).append(int(entry))
     found, waiting = [], [root]
     while waiting:
-        below = children.get(waiting.pop(), [])
+        below = [child for child in _children(waiting.pop()) if born(child) is not None]
         found += below
         waiting += below
     return found
 
 
-def _parent(pid: int) -> int | None:
+def _children(pid: int) -> list[int]:
+    """Asked of the process itself: reading all of a busy machine's processes takes longer than some of ours live."""
+    found: list[int] = []
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    except OSError:
+        pass  # it ended
+    return found
+
+
+def born(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None if it ended. With the pid this names it for ever."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    state, parent = stat.rpartition(")")[2].split()[:2]
-    return None if state == "Z" else int(parent)
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _command(pid: int) -> str:

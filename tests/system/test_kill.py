@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.system.conftest import Recipes, Start
-from tests.system.harness import TrainProcess, descendants, events, faults, sandboxes_left
+from tests.system.harness import TrainProcess, born, descendants, events, faults, sandboxes_left
 
 from venusrl.coordinator.store import RunStore
 
@@ -65,12 +65,12 @@ def test_kills_at_random_instants_lose_nothing_and_train_nothing_twice(
     process.until_event("worker_up", PATIENCE_S)
     for kind in victims:
         wait_for_life(process, dice)
-        below = descendants(process.pid)
+        below = {pid: born(pid) for pid in descendants(process.pid)}
         kill_one(process, kind, dice)
         killed[kind] += 1
         if kind == "coordinator":
             process.popen.wait()
-            assert _gone(below, 20.0), "children outlive their coordinator"
+            assert _gone(below), "children outlive their coordinator"
             assert faults(run_dir) == []
             process = start(endless, run_dir, "--resume")
     assert sum(killed.values()) >= 20
@@ -118,17 +118,10 @@ def _version(run_dir: Path) -> int:
         return store.current_version()
 
 
-def _gone(pids: list[int], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
+def _gone(births: dict[int, int | None]) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        if not any(_alive(pid) for pid in pids):
+        if not any(birth is not None and born(pid) == birth for pid, birth in births.items()):
             return True
         time.sleep(0.05)
     return False
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -63,7 +63,7 @@ class Bench:
         context = self._random.randint(100, 3000) if fresh else context + self._random.randint(20, 300)
         session = name if not fresh else f"{name.split('.')[0]}.{self._random.random()}"
         self._contexts[session] = self._contexts.pop(name)
-        self.engine.submit(Request(session, session, 0, context, self._random.randint(5, 200)), 0, self.now)
+        self.engine.submit(Request(session, (), context, self._random.randint(5, 200)), 0, self.now)
         self.log.begin(session, context, self.now)
 
     def _answered(self, request: Request) -> None:

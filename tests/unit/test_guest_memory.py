@@ -31,10 +31,10 @@ async def test_processes() -> None:
     second = await agent.attach(asleep.pid, output=False)
     await second.signal(15)
     assert [event async for event in second.events()] == [Exit(-1, 15)]
-    for spec in (ProcessSpec(("nothing",), "user"), ProcessSpec(("true",), "stranger")):
+    for argv, user, code in (("nothing", "user", "not_found"), ("true", "stranger", "unauthenticated")):
         with pytest.raises(AgentError) as raised:
-            await agent.start(spec)
-        assert raised.value.code == "not_found"
+            await agent.start(ProcessSpec((argv,), user))
+        assert raised.value.code == code
 
 
 async def test_files_and_watches() -> None:

@@ -180,8 +180,8 @@ class Model:
         assert self.cache.own(name) == (rest if epoch == self.cache.epoch else 0)
 
     def abort(self, name: str) -> None:
-        """It ends with nothing of its prompt computed; the end of its path is not there if only it needed that (who came
-        later cannot have ended before)."""
+        """It ends with nothing of its prompt computed; the end of its path goes if only it needed that (who came later
+        cannot have ended before)."""
         found, _, epoch = self.running.pop(name)
         alone = takewhile(lambda lack: lack[0].running == lack[0].children == 1, reversed(found.lacking))
         self.cache.vacate(name, found.node, 0, epoch, list(alone))
