@@ -193,7 +193,9 @@ class LocalHost:
         self._background.loop("pressure guard", self._guard)
         self._background.loop("tidying", self.cells.tidy)
         self._background.loop("forgetting templates", lambda: self._pages.forget_gone(self._templates_needed))
-        _log.info("host %s: %d sandboxes, %s", self.name, len(self.cells), self._config)
+        free, kept = (size >> 20 for size in (max(0, self._memory - self._reserve), self._reserve))
+        text = "host %s: %s; memory for sandboxes %d MiB, kept back %d MiB; sandboxes taken up: %d"
+        _log.info(text, self.name, ", ".join(self._abilities), free, kept, len(self.cells))
         return lost
 
     async def close(self) -> None:

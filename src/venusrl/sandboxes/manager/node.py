@@ -16,6 +16,7 @@ import logging
 import secrets
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -30,7 +31,7 @@ from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.origin import ServiceTemplates
 from venusrl.sandboxes.manager.records import NodeRecord
-from venusrl.sandboxes.manager.serve import address, beyond_loopback
+from venusrl.sandboxes.manager.serve import address, beyond_loopback, cannot_listen, check_free
 from venusrl.sandboxes.manager.state import state_directory
 from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.sharing import Share
@@ -85,6 +86,8 @@ class Node:
         """Raises ManagerError, RuntimeUnavailable."""
         config = self.config
         host, port = address(config.listen)
+        _check_url(config.join)
+        check_free(config.listen)
         state_directory(config.state)
         self._key = tokens.secret_file(config.state / NODE_KEY, secrets.token_hex(24))
         self._local = self._given or await assemble(
@@ -144,7 +147,7 @@ class Node:
         try:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
-            raise ManagerError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another") from error
+            raise cannot_listen(host, port, error) from error
         port = self._runner.addresses[0][1]
         if self.config.advertise:
             host, port = address(self.config.advertise)
@@ -179,7 +182,19 @@ class Node:
                 text = (await answer.text())[:300]
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise ManagerError(f"{self.config.join} cannot be joined: no answer ({why})") from error
+            raise ManagerError(
+                f"{self.config.join} cannot be joined: no answer ({why}); --join is the URL that venusrl env serve "
+                "prints, at an address that this machine reaches"
+            ) from error
         with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
             text = msgspec.json.decode(text)["message"]
         raise ManagerError(f"{self.config.join} refuses the node {self.name}: {text}")
+
+
+def _check_url(text: str) -> None:
+    """Raises ManagerError."""
+    with contextlib.suppress(ValueError):
+        found = urlsplit(text)
+        if found.scheme in ("http", "https") and found.hostname and found.port != 0:
+            return
+    raise ManagerError(f"{text!r} is not the URL of a service, such as http://manager:3000 (--join)")

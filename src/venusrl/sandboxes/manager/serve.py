@@ -10,13 +10,16 @@ cannot start leaves nothing running.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
 import re
 import secrets
+import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -71,6 +74,38 @@ def address(text: str) -> tuple[str, int]:
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ManagerError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:3000")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def check_free(text: str) -> None:
+    """That HOST:PORT can be listened on, before runtimes start, which takes a while. Raises ManagerError."""
+    host, port = address(text)
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    failed = [why for place in places if (why := _trial(place[0], place[4])) is not None]
+    for why in failed:  # a name may have an address of a family that is turned off here: one of them is enough
+        if len(failed) == len(places) or why.errno == errno.EADDRINUSE:
+            raise cannot_listen(host, port, why) from why
+
+
+def _trial(family: int, where: Any) -> OSError | None:
+    """Why an address cannot be bound now."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            trial.bind(where)
+    except OSError as error:
+        return error
+    return None
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ManagerError:
+    """What to tell."""
+    why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # asyncio's is longer
+    return ManagerError(f"{host}:{port} cannot be listened on ({why}): choose another")
 
 
 def beyond_loopback(host: str) -> bool:
@@ -135,6 +170,9 @@ class Server:
         replicas = None if config.replicas is None else Replicas(config.replicas, config.replicas_bytes)
         try:
             self._lock = StateLock.acquire(config.state)
+            for text in (config.listen, config.traffic):
+                if text:
+                    check_free(text)
             self._keys(store)
             if replicas is not None:
                 replicas.open()
@@ -201,8 +239,7 @@ class Server:
         try:
             return await listener.start(host, port)
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # asyncio's is longer
-            raise ManagerError(f"{host}:{port} cannot be listened on ({why}): choose another") from error
+            raise cannot_listen(host, port, error) from error
 
     def _keys(self, store: Store) -> None:
         state = self.config.state
