@@ -36,20 +36,24 @@ async def caller_for(state: Path | None, url: str) -> AsyncIterator[Caller]:
                 ) from error
             if response.status >= 400 and not (missing_ok and response.status == 404):
                 message = answer.get("message", "") if isinstance(answer, dict) else ""
-                raise CommandError(message or f"{method} {path}: status {response.status}")
+                raise CommandError(
+                    message or f"{where} answers {method} {path} with {response.status}: is it an environment service?"
+                )
             return answer
 
         yield call
 
 
 def _service(state: Path | None, url: str) -> tuple[str, str]:
-    from venusrl.sandboxes.manager.state import ADMIN_KEY, URL, default_state
+    from venusrl.sandboxes.manager.state import ADMIN_KEY, URL, default_state, is_url
 
     where = state or default_state()
     key = os.environ.get("VENUSRL_ENV_ADMIN_KEY") or _read(where / ADMIN_KEY)
     address = url or _read(where / URL)
     if not address:
         raise CommandError(f"no service has been started with the state directory {where}: say --url or --state")
+    if not is_url(address):
+        raise CommandError(f"{address!r} is not the URL of a service, such as http://127.0.0.1:3000 (--url)")
     if not key:
         raise CommandError(f"no administrator's key in {where}: set VENUSRL_ENV_ADMIN_KEY, or say --state")
     return address, key

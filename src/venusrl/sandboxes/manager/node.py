@@ -16,7 +16,6 @@ import logging
 import secrets
 import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -32,7 +31,7 @@ from venusrl.sandboxes.manager.local import LocalParts, assemble
 from venusrl.sandboxes.manager.origin import ServiceTemplates
 from venusrl.sandboxes.manager.records import NodeRecord
 from venusrl.sandboxes.manager.serve import address, beyond_loopback, cannot_listen, check_free
-from venusrl.sandboxes.manager.state import state_directory
+from venusrl.sandboxes.manager.state import is_url, state_directory
 from venusrl.sandboxes.runtimes.namespace.orders import Disk
 from venusrl.sandboxes.templates.sharing import Share
 
@@ -40,6 +39,7 @@ _log = logging.getLogger(__name__)
 NODE_KEY = "node-key"
 _RENEW_S = 5.0
 _JOIN_S = 10.0
+_MOST_TOLD = 300
 
 
 class NodeConfig(msgspec.Struct, frozen=True):
@@ -86,7 +86,8 @@ class Node:
         """Raises ManagerError, RuntimeUnavailable."""
         config = self.config
         host, port = address(config.listen)
-        _check_url(config.join)
+        if not is_url(config.join):
+            raise ManagerError(f"{config.join!r} is not the URL of a service, such as http://manager:3000 (--join)")
         check_free(config.listen)
         state_directory(config.state)
         self._key = tokens.secret_file(config.state / NODE_KEY, secrets.token_hex(24))
@@ -179,7 +180,9 @@ class Node:
             ):
                 if answer.status < 300:
                     return
-                text = (await answer.text())[:300]
+                text = (await answer.text())[:_MOST_TOLD]
+                if "json" not in answer.content_type:
+                    text = f"status {answer.status}, and not in JSON: is it an environment service (--join)?"
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ManagerError(
@@ -189,12 +192,3 @@ class Node:
         with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
             text = msgspec.json.decode(text)["message"]
         raise ManagerError(f"{self.config.join} refuses the node {self.name}: {text}")
-
-
-def _check_url(text: str) -> None:
-    """Raises ManagerError."""
-    with contextlib.suppress(ValueError):
-        found = urlsplit(text)
-        if found.scheme in ("http", "https") and found.hostname and found.port != 0:
-            return
-    raise ManagerError(f"{text!r} is not the URL of a service, such as http://manager:3000 (--join)")

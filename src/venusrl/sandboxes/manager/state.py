@@ -7,8 +7,10 @@ Must not know: HTTP, hosts. Imports nothing heavy: the command line uses it for 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from venusrl.sandboxes.manager.errors import ManagerError
 from venusrl.sandboxes.manager.store import Store
@@ -46,3 +48,11 @@ def state_directory(state: Path) -> Path:
 def open_state(state: Path) -> Store:
     """The database of a state directory, made if need be. Raises ManagerError."""
     return Store(state_directory(state) / DATABASE)
+
+
+def is_url(text: str) -> bool:
+    """Whether a service could be at ``text``: http(s)://HOST:PORT."""
+    with contextlib.suppress(ValueError):
+        found = urlsplit(text)
+        return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    return False
