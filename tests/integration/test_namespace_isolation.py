@@ -53,7 +53,7 @@ async def test_a_command_is_never_the_machines_root(node: EmbeddedNode, sandbox:
     def seen() -> bool:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if (entry / "cmdline").read_bytes() == b"sleep\0321.5\0":
+                if (entry / "cmdline").read_bytes() == b"sleep\x00321.5\x00":
                     status = (entry / "status").read_text()
                     uids.add(next(line for line in status.splitlines() if line.startswith("Uid:")))
             except (FileNotFoundError, ProcessLookupError):

@@ -52,8 +52,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if debug:
-        os.environ["VENUSRL_DEBUG"] = "1"
+    """``debug`` is looked up once a failure is told (``_report``), as ``--json`` is."""
 
 
 def main() -> None:
@@ -96,7 +95,7 @@ def _report(error: Exception) -> int:
     from venusrl.recipe import RecipeError
 
     notes = getattr(error, "__notes__", [])
-    if os.environ.get("VENUSRL_DEBUG"):
+    if "--debug" in sys.argv[1:] or os.environ.get("VENUSRL_DEBUG"):
         traceback.print_exception(error)
     if "--json" in sys.argv[1:]:
         print_json({"error": str(error), "kind": type(error).__name__, "notes": notes})
