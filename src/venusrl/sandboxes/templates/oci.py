@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from venusrl.sandboxes.protocol import RuntimeUnavailable
+from venusrl.sandboxes.templates import outward
 from venusrl.sandboxes.templates.errors import BadTemplate
 from venusrl.sandboxes.templates.store import CacheEntry, Store
 from venusrl.sandboxes.templates.unpack import Bounds, Hashing, clean_name, decompressed, unpack
@@ -115,8 +116,20 @@ def read(store: Store, source: Path, scratch: Path, bounds: Bounds, reference: s
     raise BadTemplate(f"{source} holds neither an OCI image layout (index.json) nor docker save's manifest.json")
 
 
-def pull(store: Store, reference: str, scratch: Path, bounds: Bounds, login: Login | None = None) -> Imported:
-    """An image from a registry. Raises BadTemplate, RuntimeUnavailable without skopeo."""
+def pull(
+    store: Store,
+    reference: str,
+    scratch: Path,
+    bounds: Bounds,
+    login: Login | None = None,
+    *,
+    outward_only: bool = False,
+) -> Imported:
+    """An image from a registry. ``outward_only``: of nothing that is this machine's own, wherever the registry sends.
+
+    Raises BadTemplate, RuntimeUnavailable without skopeo."""
+    if outward_only:
+        _check_not_here(reference)
     if _REFERENCE.fullmatch(reference) is None:
         raise BadTemplate(f"{reference!r} is not the name of an image: registry/name:tag, or name:tag")
     skopeo = shutil.which("skopeo")
@@ -133,9 +146,7 @@ def pull(store: Store, reference: str, scratch: Path, bounds: Bounds, login: Log
         command += ["--authfile", str(_login_file(reference, login, scratch / "login.json"))]
     command += [f"docker://{reference}", f"oci:{folder}:image"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_PULL_TIMEOUT_S, check=False
-        )
+        done = outward.run(command, _PULL_TIMEOUT_S) if outward_only else _plainly(command)
     except subprocess.TimeoutExpired:
         raise BadTemplate(f"{reference} could not be fetched within {_PULL_TIMEOUT_S} s") from None
     if done.returncode != 0:
@@ -144,9 +155,14 @@ def pull(store: Store, reference: str, scratch: Path, bounds: Bounds, login: Log
     return _read_layout(store, folder, scratch, bounds, "")
 
 
-def check_not_here(reference: str) -> None:
-    """A tenant's image is not of this machine's own addresses or its link's, metadata services among them: what answers
-    there is not meant for tenants. By the name as it resolves now; a firewall holds against one that changes. Blocks.
+def _plainly(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=_PULL_TIMEOUT_S, check=False
+    )
+
+
+def _check_not_here(reference: str) -> None:
+    """A name that is this machine's own is told at once, with the mend; ``outward`` holds for what comes later. Blocks.
 
     Raises BadTemplate.
     """
@@ -156,7 +172,7 @@ def check_not_here(reference: str) -> None:
         found = {ipaddress.ip_address(str(each[4][0])) for each in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
         return  # skopeo will say so
-    if any(one.is_loopback or one.is_link_local or one.is_unspecified for one in found):
+    if not all(outward.not_here(one) for one in found):
         raise BadTemplate(
             f"{reference} is an image of this machine's own network: ask the operator to import it (venusrl env "
             "template build --image)"

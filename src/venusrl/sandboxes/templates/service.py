@@ -339,10 +339,9 @@ class Templates:
         bounds = self._rules.build.bounds
 
         def pull() -> Image:
-            if tenant:
-                oci.check_not_here(source)
             with self.store.staging() as scratch:
-                made = oci.pull(self.store, source, scratch, bounds, request.from_image_registry)
+                login = request.from_image_registry
+                made = oci.pull(self.store, source, scratch, bounds, login, outward_only=bool(tenant))
                 return self._based(build, tenant, made, None, scratch)
 
         return await asyncio.to_thread(pull)
