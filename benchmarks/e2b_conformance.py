@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import datetime
 import fnmatch
 import hashlib
 import json
@@ -150,6 +151,14 @@ def written(results: Path) -> dict[str, dict[str, Any]]:
     return {line.pop("test"): line for line in lines}
 
 
+def revision() -> str:
+    """Of this checkout; "+" where it has changes that no revision has."""
+    git = ["git", "-C", str(ROOT)]
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True)
+    changed = subprocess.run([*git, "status", "--porcelain", "src"], check=True, capture_output=True, text=True)
+    return found.stdout.strip() + ("+" if changed.stdout else "")
+
+
 def version(python: str) -> str:
     """Of the SDK that this Python has."""
     script = "import importlib.metadata as m; print(m.version('e2b'))"
@@ -179,6 +188,8 @@ def report(sdk: str, args: argparse.Namespace, found: dict[str, Any]) -> dict[st
     return {
         "tests_commit": COMMITS.get(sdk, "unknown"),
         "tests_sha256": digest(args.tests / "tests"),
+        "measured": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        "service": args.revision or revision(),
         "counts": counts,
         **outcomes,
         "excluded": excluded,
@@ -210,12 +221,13 @@ def document(results: dict[str, Any]) -> str:
         f"the suite wants of a registry ({', '.join(IMAGES)}) are templates imported under those names, of the",
         "machine's own packages.",
         "",
-        "| SDK | tests from commit | passed | failed | skipped by the suite | excluded |",
-        "|---|---|---|---|---|---|",
+        "| SDK | tests from commit | passed | failed | skipped by the suite | excluded | measured | service at |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for sdk, one in sorted(results["sdks"].items()):
         counts = one["counts"]
         row = [sdk, f"`{one['tests_commit'][:9]}`", *(str(counts[name]) for name in COLUMNS)]
+        row += [one["measured"], f"`{one['service']}`"]
         lines.append("| " + " | ".join(row) + " |")
     for sdk, one in sorted(results["sdks"].items()):
         lines += ["", f"## Excluded with {sdk}", ""]
@@ -256,6 +268,7 @@ def main() -> None:
     parser.add_argument("--front", default="127.83.0.1", help="the loopback address whose port 443 speaks TLS")
     parser.add_argument("--only", default="*", help="a pattern of test ids")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "e2b-conformance.json")
+    parser.add_argument("--revision", default="", help="of the service that is measured; default: this checkout's")
     parser.add_argument("--update", action="store_true")
     sys.exit(asyncio.run(measure(parser.parse_args())))
 
