@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from venusrl.coordinator.errors import ProcessError
-from venusrl.coordinator.processes import Command, SupervisedProcess
+from venusrl.coordinator.processes import Command, ProcessExit, SupervisedProcess
 from venusrl.coordinator.publish import Weights
 from venusrl.recipe import Recipe
+from venusrl.rollout.engines.causes import first_failure
 from venusrl.rollout.engines.client import HttpEngineClient
 from venusrl.rollout.engines.launch import EngineSettings, engine_command
 
@@ -34,7 +35,7 @@ class LocalEngine:
         self.client = client
 
     async def wait_exit(self) -> str:
-        return str(await self._process.wait_exit())
+        return _told(await self._process.wait_exit())
 
     async def stop(self) -> None:
         try:
@@ -49,7 +50,7 @@ class LocalEngine:
         try:
             await asyncio.wait({serves, dies}, return_when=asyncio.FIRST_COMPLETED)
             if dies.done():
-                raise ProcessError(str(dies.result()))
+                raise ProcessError(_told(dies.result()))
             serves.result()
         finally:
             for task in (serves, dies):
@@ -146,6 +147,12 @@ class RemoteEngines:
             await client.close()
             raise
         return RemoteEngine(client)
+
+
+def _told(end: ProcessExit) -> str:
+    """How a worker ended, with the error that vLLM wrote far above the last lines of its log."""
+    failure = None if end.asked else first_failure(end.log_path)
+    return f"{failure}; {end}" if failure else str(end)
 
 
 def _free_port() -> int:
