@@ -19,6 +19,8 @@ _KINDS = {
     "trainer": "venusrl.training.trainer",
     "sandbox": " --args ",
     "launcher": "venusrl.sandboxes.runtimes.namespace.launcher",
+    "vllm server": "python -m vllm.entrypoints.openai.api_server",
+    "vllm core": "VLLM::EngineCore",
 }
 
 
@@ -160,6 +162,16 @@ def born(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def all_gone(births: dict[int, int | None], timeout_s: float) -> bool:
+    """Wait for processes, named by pid and ``born``, to end; False if one is still there."""
+    deadline = time.monotonic() + timeout_s
+    while any(birth is not None and born(pid) == birth for pid, birth in births.items()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _command(pid: int) -> str:

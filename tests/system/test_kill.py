@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.system.conftest import Recipes, Start
-from tests.system.harness import TrainProcess, born, descendants, events, faults, sandboxes_left
+from tests.system.harness import TrainProcess, all_gone, born, descendants, events, faults, sandboxes_left
 
 from venusrl.coordinator.store import RunStore
 
@@ -70,7 +70,7 @@ def test_kills_at_random_instants_lose_nothing_and_train_nothing_twice(
         killed[kind] += 1
         if kind == "coordinator":
             process.popen.wait()
-            assert _gone(below), "children outlive their coordinator"
+            assert all_gone(below, PATIENCE_S), "children outlive their coordinator"
             assert faults(run_dir) == []
             process = start(endless, run_dir, "--resume")
     assert sum(killed.values()) >= 20
@@ -116,12 +116,3 @@ KNOWN_REASONS |= {"verifier_no_reward"}  # the kill hit what was verifying
 def _version(run_dir: Path) -> int:
     with RunStore.read(run_dir) as store:
         return store.current_version()
-
-
-def _gone(births: dict[int, int | None]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if not any(birth is not None and born(pid) == birth for pid, birth in births.items()):
-            return True
-        time.sleep(0.05)
-    return False

@@ -29,15 +29,15 @@ TEMPLATE = (
 END = "<|im_end|>"
 
 
-def build_model(directory: Path, seed: int = 0) -> Path:
-    """Write the model, its tokenizer and its chat template."""
+def build_model(directory: Path, seed: int = 0, **shape: int) -> Path:
+    """Write the model, its tokenizer and its chat template. ``shape``: what differs from ``tiny_config``."""
     tokenizer = _tokenizer()
     directory.mkdir(parents=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END}))
     torch.manual_seed(seed)
     end = tokenizer.token_to_id(END)
-    model = Qwen3ForCausalLM(tiny_config(tokenizer.get_vocab_size(), end, tie_word_embeddings=False))
+    model = Qwen3ForCausalLM(tiny_config(tokenizer.get_vocab_size(), end, tie_word_embeddings=False, **shape))
     commands = [tokenizer.token_to_id(command) for command in COMMANDS]
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     with torch.no_grad():
