@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.env_front import TOKEN, Front, front
+from tests.unit.env_front import TOKEN, Front, MemoryHost, front
 
 from venusrl.sandboxes.envd.signing import BadSignature, Signed, signature, verify
+from venusrl.sandboxes.host.api import Host
 from venusrl.sandboxes.manager.errors import TooMany
 from venusrl.sandboxes.manager.gateway import GatewayLimits
 from venusrl.sandboxes.manager.gateway_address import Address, BadAddress, address, is_shared
-from venusrl.sandboxes.protocol import SandboxDenied, SandboxError, SandboxGone
+from venusrl.sandboxes.protocol import SandboxDenied, SandboxError, SandboxGone, SandboxMoving
 
 FEW = settings(max_examples=40)
 ID = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=20)
@@ -239,6 +241,40 @@ async def test_a_sandbox_that_runs_and_does_not_answer(monkeypatch: pytest.Monke
         status, answer = await get(it, "/metrics", it.headers())
         assert (status, answer["port"]) == (502, 49983)
         assert "port is not open" in answer["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "goes", "status"),
+    [
+        (SandboxMoving("it goes on elsewhere"), False, 409),
+        (SandboxGone("a node that it left says no more"), True, 409),
+        (SandboxGone("it is not here"), False, 502),
+    ],
+)
+async def test_an_upload_that_a_move_cuts_is_to_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch, error: SandboxGone, goes: bool, status: int
+) -> None:
+    """Not taken for a closed port; nothing of it reaches the next host by itself."""
+    asked: list[str] = []
+
+    async def cut(request: web.Request, sandbox: str, port: int) -> web.StreamResponse:
+        asked.append(sandbox)
+        await request.content.readexactly(5)
+        raise error
+
+    async def settled(sandbox: str, error: Exception) -> None:
+        if goes:
+            it.register.set(sandbox, host=cast(Host, MemoryHost()))
+
+    async with front() as it:
+        monkeypatch.setattr(it.host, "forward", cut)
+        monkeypatch.setattr(it.register, "disputed", settled)
+        async with it.http.post(f"{it.url}/files?path=x", data=b"12345678", headers=it.headers()) as answer:
+            assert answer.status == status
+            assert answer.headers.get("Retry-After") == ("1" if status == 409 else None)
+            said = await answer.json()
+            assert ("moved" if status == 409 else "port is not open") in said["message"]
+        assert asked == [it.id]
 
 
 async def test_services_inside_may_see_another_host() -> None:

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from tests.unit.env_front import Front, front
 
-from venusrl.sandboxes.agent.api import Exit, Output
+from venusrl.sandboxes.agent.api import Change, Exit, Output
 from venusrl.sandboxes.envd import files, process, room, streams
 from venusrl.sandboxes.envd.about import About
 from venusrl.sandboxes.envd.connect import STREAMING, end_frame, frame
 from venusrl.sandboxes.envd.files import Bad, gunzipped, metadata, wants_gzip
-from venusrl.sandboxes.protocol import SandboxGone
+from venusrl.sandboxes.protocol import SandboxGone, SandboxMoving
 from venusrl.sandboxes.runtimes.base import Shortages
 from venusrl.testing.agents import Call
 
@@ -299,6 +299,23 @@ async def test_a_streamed_watch() -> None:
             assert names == ["x", "x/y", "x/y", "x/y"]
         ended = await it.collect("filesystem.Filesystem/WatchDir", {"path": "."}, Connect_Timeout_Ms="30")
         assert ended[-1]["end"]["error"]["code"] == "deadline_exceeded"
+
+
+async def test_a_watch_that_a_move_ends_says_that_events_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def watch(path: str, user: str, recursive: bool, ready: asyncio.Event) -> AsyncIterator[Change]:
+        ready.set()
+        yield Change("create", "x")
+        raise SandboxMoving("it goes on on another host")
+
+    async with front() as it:
+        await upload(it, "x", b"1")
+        monkeypatch.setattr(it.agent, "watch", watch)
+        events = await it.collect("filesystem.Filesystem/WatchDir", {"path": "."})
+        assert events[0] == {"start": {}}
+        assert events[1]["filesystem"]["name"] == "x"
+        error = events[-1]["end"]["error"]
+        assert error["code"] == "unavailable"
+        assert "may have been missed" in error["message"]
 
 
 async def test_uploads_and_downloads() -> None:

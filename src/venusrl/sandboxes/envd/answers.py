@@ -14,6 +14,7 @@ from aiohttp import web
 
 NOT_FOUND = "The sandbox was not found"
 PORT_CLOSED = "The sandbox is running but port is not open"
+MOVED = "The sandbox moved before it had answered. What was asked may have begun: ask again where that does no harm."
 TRANSITIONING = "The sandbox is still transitioning. Try again in a moment."
 TRAFFIC_HEADER = "e2b-traffic-access-token"
 NO_TRAFFIC_TOKEN = f"Sandbox is secured with traffic access token. Token header '{TRAFFIC_HEADER}' is missing"

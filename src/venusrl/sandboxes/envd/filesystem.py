@@ -22,11 +22,12 @@ from venusrl.sandboxes.envd.connect import Fault, decode, one_frame
 from venusrl.sandboxes.envd.entries import follow, home_relative, in_order, printable, shown
 from venusrl.sandboxes.envd.room import Room, Watcher
 from venusrl.sandboxes.envd.streams import ServerStream
-from venusrl.sandboxes.protocol import SandboxError
+from venusrl.sandboxes.protocol import SandboxError, SandboxMoving
 
 MAX_DEPTH = 128
 _TURNS = 3
 _BEGIN_S = 30.0
+_MOVED = "the sandbox moved, and events may have been missed since: look at the directory and watch it again"
 
 
 async def stat(agent: Agent, payload: bytes, user: str) -> dict[str, Any]:
@@ -89,6 +90,8 @@ async def watch_dir(agent: Agent, request: web.Request, user: str, _room: Room) 
             await _stands(ready, task)
             yield {"start": {}}
             while (item := await queue.get()) is not None:
+                if isinstance(item, SandboxMoving):
+                    raise Fault("unavailable", _MOVED)  # it could be begun anew there, but not without a gap
                 if isinstance(item, SandboxError):
                     raise item
                 yield {"filesystem": await _event(agent, item, watched.path, user, asked.include_entry)}

@@ -92,7 +92,8 @@ class Room:
         """Raises Fault."""
         found = self._watchers.get(name)
         if found is None:
-            raise Fault("not_found", f"there is no watcher {name!r}")
+            gone = "watchers end when a sandbox is paused or moves to another node: create it again"
+            raise Fault("not_found", f"there is no watcher {name!r}; {gone}")
         return found[0]
 
     def remove_watcher(self, name: str) -> None:

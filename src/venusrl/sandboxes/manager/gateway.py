@@ -226,10 +226,17 @@ class Gateway:
             except (SandboxGone, SandboxPaused) as error:
                 await self._directory.disputed(where.sandbox, error)
                 if _consumed(sent):
-                    break
+                    raise Answered(self._cut_off(where, host, error)) from None
             except SandboxError as error:
                 return answers.sandbox_answer(502, where.sandbox, f"The sandbox could not be reached: {error}")
         raise Answered(self._unanswered(where))
+
+    def _cut_off(self, where: Address, host: Host, error: SandboxError) -> web.Response:
+        """A request of which something was taken already, so that it is the client's to send again."""
+        route = self._directory.find(where.sandbox)
+        if route is not None and (isinstance(error, SandboxMoving) or route.host is not host):
+            return answers.sandbox_answer(409, where.sandbox, answers.MOVED, {"Retry-After": "1"})
+        return self._unanswered(where)
 
     def _unanswered(self, where: Address) -> web.Response:
         """It was tried as often as is sensible, and its host would not have it."""
