@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.integration.microvms import tiny_template
 from tests.integration.test_env_node import COMMAND, Pair, Process, ended, until
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.e2b import E2BSandboxes
 from venusrl.sandboxes.protocol import Limits
@@ -169,6 +170,31 @@ async def test_a_run_s_command_goes_on_over_moves(pair: Machines) -> None:
         assert result.exit_code == 3
         assert numbers == list(range(1, len(numbers) + 1))
         await sandboxes.kill(made)
+
+
+async def test_watches_end_with_a_move_and_say_so(pair: Machines, sandbox: Any) -> None:
+    polled = sandbox.files.watch_dir("/tmp", user="root")
+    client = await e2b.AsyncSandbox.connect(sandbox.sandbox_id, **pair.options)
+    over: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+    async def seen(_: Any) -> None:
+        pass
+
+    await client.files.watch_dir("/tmp", seen, on_exit=over.set_result, timeout=0, user="root")
+    assert (await asyncio.to_thread(move, pair, sandbox.sandbox_id, "local"))["how"] == "live"
+    error = await asyncio.wait_for(over, PATIENCE_S)
+    assert "events may have been missed" in str(error)
+    with pytest.raises(e2b.NotFoundException, match="create it again"):
+        await asyncio.to_thread(polled.get_new_events)
+    heard = asyncio.Event()
+
+    async def hear(_: Any) -> None:
+        heard.set()
+
+    again = await client.files.watch_dir("/tmp", hear, timeout=0, user="root")
+    await client.files.write("/tmp/new", "x", user="root")
+    await asyncio.wait_for(heard.wait(), PATIENCE_S)
+    await again.stop()
 
 
 def test_a_paused_one_moves_with_its_memory(pair: Machines, sandbox: Any) -> None:
