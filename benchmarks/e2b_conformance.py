@@ -227,7 +227,7 @@ def document(results: dict[str, Any]) -> str:
     for sdk, one in sorted(results["sdks"].items()):
         counts = one["counts"]
         row = [sdk, f"`{one['tests_commit'][:9]}`", *(str(counts[name]) for name in COLUMNS)]
-        row += [one["measured"], f"`{one['service']}`"]
+        row += [one.get("measured", ""), f"`{one['service']}`" if "service" in one else ""]
         lines.append("| " + " | ".join(row) + " |")
     for sdk, one in sorted(results["sdks"].items()):
         lines += ["", f"## Excluded with {sdk}", ""]

@@ -107,6 +107,8 @@ def test_the_command_line_looks_and_acts(state: Path) -> None:
         assert [(one["id"], one["priority"]) for one in seen["sandboxes"]] == [(box.sandbox_id, 2.0)]
         assert seen["nodes"][0]["memory"]["capacity"] > 0
         assert box.sandbox_id in env("list", "--state", str(state), "--json").stdout
+        table = env("list", "--state", str(state)).stdout.splitlines()  # no terminal: a line each, whatever its width
+        assert [line.split()[:4] for line in table[1:]] == [[box.sandbox_id, "host", "local", "namespace"]]
         assert env("kill", box.sandbox_id, "--state", str(state)).returncode == 0
         assert json.loads(env("list", "--state", str(state), "--json").stdout) == []
         unknown = env("kill", "nobody", "--state", str(state))

@@ -71,6 +71,20 @@ async def test_requests_wait_only_while_it_stands_still(tmp_path: Path) -> None:
         assert logged[0].fields == {"how": "live", "outage_ms": "80"}
 
 
+async def test_a_node_that_is_not_there_or_has_it_already_is_named(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    async with environment(tmp_path, hosts=fake_hosts(clock, 2), clock=clock) as env:
+        sandbox = await env.create()
+        path = f"/admin/sandboxes/{sandbox}/move"
+        for node, status, told in (
+            ("nowhere", 404, "no node 'nowhere'"),
+            (env.book.records[sandbox].host, 409, "is on host-1 already"),
+        ):
+            found, answer, _ = await env.call("POST", path, {"to": node}, X_Admin_Token=ADMIN)
+            assert found == status
+            assert told in answer["message"]
+
+
 async def test_a_move_that_fails_is_served_where_it_was(tmp_path: Path) -> None:
     clock = VirtualClock()
     hosts = fake_hosts(clock, 2)

@@ -374,6 +374,15 @@ async def test_a_full_disk_is_told_of_an_import(tmp_path: Path, monkeypatch: pyt
     assert [build.state for build in templates.records.builds()] == ["error"]
 
 
+async def test_a_directory_with_a_dockerfile_is_not_taken_for_a_root(tmp_path: Path) -> None:
+    templates = await make(tmp_path)
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context" / "Dockerfile").write_text("FROM base")
+    with pytest.raises(BadTemplate, match="--dockerfile"):
+        await templates.from_directory("", "x", tmp_path / "context")
+    await templates.close()
+
+
 async def test_a_tenants_image_is_fetched_outward_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fakes: list[str]
 ) -> None:

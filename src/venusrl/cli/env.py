@@ -428,8 +428,11 @@ def top(
 def _print(made: Callable[[int | None], RenderableType]) -> None:
     """A table as wide as the terminal, or, for a file or a program, as it wants to be."""
     console = stdout()
-    width = console.width if console.is_terminal else None
-    console.print(made(width), width=width or _ANY_WIDTH)
+    if console.is_terminal:
+        console.print(made(console.width))
+        return
+    console.width = _ANY_WIDTH  # that of a print is cut to the console's, which is 80 where there is no terminal
+    console.print(made(None))
 
 
 async def _watch(state: Path | None, url: str, interval: float) -> None:

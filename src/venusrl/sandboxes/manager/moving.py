@@ -18,6 +18,7 @@ from venusrl.sandboxes.admission.api import Deny
 from venusrl.sandboxes.host.api import Held, Host, Moved
 from venusrl.sandboxes.host.errors import HostLost
 from venusrl.sandboxes.manager import asks
+from venusrl.sandboxes.manager.errors import Conflict, NotFound
 from venusrl.sandboxes.manager.fleet import Node
 from venusrl.sandboxes.manager.manager import Manager
 from venusrl.sandboxes.manager.records import Record
@@ -36,7 +37,11 @@ class Mover:
         """To another host, ``to`` or where there is room; how it went. Raises Refused, SandboxError; it stays where it
         was then."""
         manager = self._manager
+        if to and to not in manager.fleet.nodes:
+            raise NotFound(f"there is no node {to!r}: venusrl env top shows them")
         async with manager.book.turn(sandbox) as record:
+            if to == record.host:
+                raise Conflict(f"sandbox {sandbox} is on {to} already")
             held = manager.fleet.held(record.host, sandbox)
             private = held.footprint.total or None if held is not None else None
             answer = manager.fleet.place(

@@ -117,12 +117,15 @@ class Upkeep:
 
     async def _follow(self, node: Node) -> None:
         fleet = self._manager.fleet
+        told = ""
         while fleet.nodes.get(node.host.name) is node:
             try:
                 async for died in node.host.events():
                     await self._died(node, died)
             except (SandboxError, OSError) as error:
-                _log.info("events of %s: %s", node.host.name, error)
+                if (why := str(error)) != told:  # a node that is gone for hours is told of once
+                    _log.info("events of %s: %s", node.host.name, why)
+                told = why
             await self._manager.clock.sleep(_FOLLOW_AGAIN_S)
 
     async def _died(self, node: Node, died: Died) -> None:

@@ -88,7 +88,8 @@ def copy(source: Path, layer: Path, bounds: Bounds) -> None:
     copier.below("")
     copier.finish()
     if tree.Merged([layer]).find("bin/sh") is None and tree.Merged([layer]).read("bin/sh", 1) is None:
-        raise BadTemplate(f"{source} has no /bin/sh: it is not a root file system")
+        mend = ": build its Dockerfile with --dockerfile" if (source / "Dockerfile").is_file() else ""
+        raise BadTemplate(f"{source} has no /bin/sh, so it is not a root file system{mend}")
 
 
 def copy_base(layer: Path, root: Path = Path("/")) -> None:
