@@ -22,3 +22,11 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str = "wh
             return
         assert time.monotonic() < deadline, f"{what} did not come to pass within {PATIENCE_S:g} s"
         await asyncio.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], bool], what: str = "what was waited for") -> None:
+    """``until`` for a test without a loop: other processes and threads go on meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come to pass within {PATIENCE_S:g} s"
+        time.sleep(0.05)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_S
+
 COMMAND = [sys.executable, "-m", "venusrl.cli.main", "env"]
 
 
@@ -41,5 +43,5 @@ class Serving:
     def end(self, number: int) -> str:
         """What it said on stderr."""
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=PATIENCE_S)
         return errors

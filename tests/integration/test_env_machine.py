@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 from tests.unit.environments import fake_hosts
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.manager import keys, lifecycle
 from venusrl.sandboxes.manager.asks import Ask, Settings
@@ -72,7 +73,7 @@ class Lives(RuleBasedStateMachine):
         await self.service.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 20))
+        return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE_S))
 
     def attempt(self, work: Coroutine[Any, Any, Any]) -> Exception | None:
         """What it raised, if anything."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.integration.env_server import connection, served
+from tests.waiting import PATIENCE_S
 
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
 
@@ -24,7 +25,7 @@ def test_a_command_that_is_followed_goes_on_after_a_pause(options: dict[str, Any
     """Its process is frozen with it; nothing of its output is lost or told twice."""
     sandbox = e2b.Sandbox.create("host", timeout=300, **options)
     command = "i=0; while [ $i -lt 60 ]; do i=$((i+1)); echo $i; sleep 0.05; done"
-    going = sandbox.commands.run(command, background=True)
+    going = sandbox.commands.run(command, background=True, timeout=0)
     told: list[str] = []
     following = threading.Thread(target=lambda: told.append(going.wait().stdout))
     following.start()
@@ -32,7 +33,7 @@ def test_a_command_that_is_followed_goes_on_after_a_pause(options: dict[str, Any
         time.sleep(0.2)
         sandbox.pause()
         sandbox.connect(timeout=300)
-    following.join(60)
+    following.join(PATIENCE_S)
     assert told, "the follower got an error, or nothing"
     assert told[0].split() == [str(number) for number in range(1, 61)]
 
@@ -56,5 +57,6 @@ def test_requests_wait_while_it_is_resumed_by_traffic(options: dict[str, Any], t
         for one in asking:
             one.start()
         for one in asking:
-            one.join(60)
+            one.join(PATIENCE_S)
+            assert not one.is_alive(), "it still waits for its answer"
     assert failures == []

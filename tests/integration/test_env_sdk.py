@@ -133,7 +133,7 @@ def test_refusals_are_the_sdks_own_exceptions(running: Running) -> None:
         e2b.Sandbox.create("nowhere", **options)
     running.admission.most = 0
     with pytest.raises(e2b.ServiceBusyException):
-        e2b.Sandbox.create("base", request_timeout=1.0, **options)
+        e2b.Sandbox.create("base", request_timeout=5.0, **options)
     assert running.host.sandboxes == {}
 
 

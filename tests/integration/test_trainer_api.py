@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.coordinator.errors import RunFailed, StoreFull
 from venusrl.coordinator.store import RunStore, TrainedReport
@@ -75,20 +75,18 @@ async def test_no_key_no_answer(side: Side, authorization: str) -> None:
 
 
 async def test_nothing_yet_names_what_is_waited_for(http: aiohttp.ClientSession) -> None:
-    began = time.monotonic()
     async with http.get("/v1/trainer/batch?version=0&wait_s=0.1") as answer:
         assert answer.status == 204
         assert answer.headers["X-Waiting-For"] == r"2 groups: \u00f6ne straggler"
-    assert time.monotonic() - began < 5
 
 
 async def test_a_poll_gets_the_batch_as_soon_as_it_forms(side: Side, http: aiohttp.ClientSession) -> None:
     poll = asyncio.create_task(http.get("/v1/trainer/batch?version=0&wait_s=60"))
-    await asyncio.sleep(0.05)
+    await until(lambda: side.api.greeted, "the poll's arrival")
     assert not poll.done()
     side.api.notify_batch_ready()  # a wake without a batch ends no poll
     batch_id = side.form()
-    async with asyncio.timeout(5), await poll as answer:
+    async with asyncio.timeout(PATIENCE_S), await poll as answer:
         assert answer.status == 200
         batch = msgspec.msgpack.decode(await answer.read(), type=Batch)
     assert batch == side.store.batch_for(0)
@@ -170,14 +168,12 @@ async def test_T27_the_end_of_the_run_reaches_an_open_poll(
     side: Side, http: aiohttp.ClientSession, end: Callable[[TrainerApi], None]
 ) -> None:
     poll = asyncio.create_task(http.get("/v1/trainer/batch?version=0&wait_s=60"))
-    await asyncio.sleep(0.05)
+    await until(lambda: side.api.greeted, "the poll's arrival")
     end(side.api)
-    began = time.monotonic()
     await side.api.close()
-    async with asyncio.timeout(5), await poll as answer:
+    async with asyncio.timeout(PATIENCE_S), await poll as answer:
         assert answer.status == 410
         assert await answer.text() in ("engines are gone: out of memory", "the coordinator stops")
-    assert time.monotonic() - began < 10
     await side.api.wait_failed()
 
 
