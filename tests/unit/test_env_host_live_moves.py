@@ -9,52 +9,38 @@ from typing import Literal
 
 import pytest
 from aiohttp import web
+from tests.unit.host_sides import Side
 
 from venusrl.sandboxes.host import arrivals, move_line, server
 from venusrl.sandboxes.host.api import Address, Host, Moving, Order, Peer
 from venusrl.sandboxes.host.errors import HostLost, MoveUnsupported
-from venusrl.sandboxes.host.local import HostConfig, LocalHost
 from venusrl.sandboxes.host.remote import RemoteHost
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused
 from venusrl.sandboxes.runtimes.moving import Objection
 from venusrl.testing.agents import MemoryAgent
-from venusrl.testing.hosts import AdmitAll, FixedImages, PlainDoor
 from venusrl.testing.movable import MovableRuntime, Step
 
 Where = Literal["here", "there"]
 KEY = "k" * 32
 
 
-class Side:
-    """One host over its own world on disk."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self.root, self.config = root / name, HostConfig(name=name, guard_s=60.0)
-
-    async def begin(self) -> Side:
-        self.runtime = MovableRuntime(lambda spec: MemoryAgent(), world=self.root / "world")
-        state = self.root / "host"
-        self.host = LocalHost(state, {"fake": self.runtime}, FixedImages(), AdmitAll(), PlainDoor(), self.config)
-        await self.host.start()
-        return self
-
-    async def again(self) -> None:
-        await self.host.close()
-        await self.begin()
+def world_of(world: Path) -> MovableRuntime:
+    return MovableRuntime(lambda spec: MemoryAgent(), world=world)
 
 
-async def pair(root: Path) -> dict[Where, Side]:
-    sides: dict[Where, Side] = {"here": await Side(root, "here").begin(), "there": await Side(root, "there").begin()}
+async def pair(root: Path) -> dict[Where, Side[MovableRuntime]]:
+    names: tuple[Where, ...] = ("here", "there")
+    sides = {name: await Side(root, name, world_of).begin() for name in names}
     await sides["here"].host.create(Order(id="a", template="host", runtime="fake"))
     return sides
 
 
-async def close(sides: dict[Where, Side]) -> None:
+async def close(sides: dict[Where, Side[MovableRuntime]]) -> None:
     for side in sides.values():
         await side.host.close()
 
 
-def running(sides: dict[Where, Side]) -> list[str]:
+def running(sides: dict[Where, Side[MovableRuntime]]) -> list[str]:
     return [name for name, side in sides.items() if side.runtime.running()]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.environments import ADMIN, environment
+from tests.unit.host_sides import Side
 
 from venusrl.sandboxes.host import archive, arrivals, move_line
 from venusrl.sandboxes.host.api import Address, Moving, Order
@@ -23,34 +24,17 @@ from venusrl.testing.hosts import AdmitAll, FixedImages, PlainDoor
 from venusrl.testing.runtimes import FakeRuntime, Operation
 
 
-class Side:
-    """One host over its own world on disk."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self.root, self.config = root / name, HostConfig(name=name, guard_s=60.0)
-
-    async def begin(self) -> Side:
-        self.runtime = FakeRuntime(lambda spec: MemoryAgent(), world=self.root / "world")
-        state = self.root / "host"
-        self.host = LocalHost(state, {"fake": self.runtime}, FixedImages(), AdmitAll(), PlainDoor(), self.config)
-        await self.host.start()
-        return self
-
-    async def again(self) -> None:
-        await self.host.close()
-        await self.begin()
-
-    async def held(self) -> dict[str, tuple[str, int]]:
-        return {one.id: (one.state, one.epoch) for one in (await self.host.status()).held}
+def world_of(world: Path) -> FakeRuntime:
+    return FakeRuntime(lambda spec: MemoryAgent(), world=world)
 
 
-async def pair(root: Path) -> tuple[Side, Side]:
-    here, there = await Side(root, "here").begin(), await Side(root, "there").begin()
+async def pair(root: Path) -> tuple[Side[FakeRuntime], Side[FakeRuntime]]:
+    here, there = await Side(root, "here", world_of).begin(), await Side(root, "there", world_of).begin()
     await here.host.create(Order(id="a", template="host", runtime="fake"))
     return here, there
 
 
-async def close(*sides: Side) -> None:
+async def close(*sides: Side[FakeRuntime]) -> None:
     for side in sides:
         await side.host.close()
 
