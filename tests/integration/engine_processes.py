@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tests.waiting import PATIENCE_S, until
 from transformers import AutoModelForCausalLM
 
+from venusrl.rollout.engines.client import HttpEngineClient
 from venusrl.rollout.engines.launch import EngineKind, EngineSettings, engine_command
+from venusrl.rollout.engines.protocol import GenerateRequest, Generation
 from venusrl.testing.tiny_model import tiny_config
 
 KEY = "test-key"
@@ -100,3 +105,30 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     # vLLM is several processes, and those of a killed one live on.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+async def running(client: HttpEngineClient, turn: asyncio.Task[Generation]) -> None:
+    """Wait until a turn has generated some tokens, or is over."""
+    before = (await client.load()).generated_tokens_total
+
+    async def generates() -> bool:
+        return turn.done() or (await client.load()).generated_tokens_total >= before + 3
+
+    await until(generates, "a token of the turn")
+
+
+async def paused_within_a_turn(
+    client: HttpEngineClient, make: Callable[[], GenerateRequest]
+) -> tuple[GenerateRequest, asyncio.Task[Generation]]:
+    """A turn that stands still in its middle; another is made where the engine was done first."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        asked = make()
+        turn = asyncio.create_task(client.generate(asked))
+        await running(client, turn)
+        await client.pause()
+        if (await client.load()).running:
+            return asked, turn
+        await client.resume()
+        await turn
+        assert time.monotonic() < deadline, "every turn was over before the engine could be paused"

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.agent.api import Agent, Exit, Output, ProcessSpec
 from venusrl.sandboxes.protocol import Limits, RuntimeUnavailable
@@ -19,7 +20,7 @@ from venusrl.sandboxes.templates.api import Image, Start
 
 LIMITS = Limits(memory_mib=192, pids=48, cpus=1.0, disk_mib=32)
 HOST = Image(id="host", name="host")
-WAIT_S = 30.0
+WAIT_S = PATIENCE_S
 """For what must happen; nothing depends on how fast it does."""
 
 

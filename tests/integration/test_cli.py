@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from venusrl import models
 from venusrl.cli import doctor
@@ -197,7 +198,7 @@ def fake_run(
             raise error
         if interrupt:
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(given["stop"].wait(), timeout=5)
+            await asyncio.wait_for(given["stop"].wait(), timeout=PATIENCE_S)
         recorder.event("run_finished", reason=outcome)
         return RunSummary(
             outcome=outcome,
@@ -350,7 +351,9 @@ def test_help_teaches_and_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'ray', 'numpy', 'matplotlib', 'tensorboardX', 'aiohttp', 'pydantic'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert "venusrl train demo" in result.stdout
     assert result.stdout.rstrip().endswith("heavy: []")
 
@@ -375,7 +378,7 @@ def test_ctrl_c_twice_leaves_at_once_and_says_how_to_resume(workdir: Path, model
             for expected in (b"ready\n", b"heard\n"):
                 assert process.stdout.readline() == expected
                 process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode == 130

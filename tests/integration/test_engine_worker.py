@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.integration.engine_processes import CONTEXT, KEY, engine_process, save_model
+from tests.integration.engine_processes import CONTEXT, KEY, engine_process, paused_within_a_turn, save_model
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.rollout.engines import wire
 from venusrl.rollout.engines.client import HttpEngineClient
@@ -63,17 +65,13 @@ async def test_the_port_file_appears_when_it_serves_and_sigterm_ends_it(model: P
         env={**os.environ, wire.KEY_VARIABLE: KEY},
     )
     try:
-        async with asyncio.timeout(EMBEDDED_START_TIMEOUT_S):
-            while not port_file.exists():  # noqa: ASYNC110 - another process makes it
-                await asyncio.sleep(0.02)
+        await until(port_file.exists, "the port file")
         client = HttpEngineClient(f"http://127.0.0.1:{int(port_file.read_text())}", KEY)
-        await client.wait_ready(60.0)
-        turn = asyncio.create_task(client.generate(asked("a", [1, 2, 3], 400)))
-        while not (await client.load()).running:  # noqa: ASYNC110 - it happens in another process
-            await asyncio.sleep(0)
-        await client.pause()
+        await client.wait_ready(EMBEDDED_START_TIMEOUT_S)
+        names = itertools.count()
+        _, turn = await paused_within_a_turn(client, lambda: asked(f"a{next(names)}", [1, 2, 3], 800))
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 60) == 0
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
         with pytest.raises(EngineLost):
             await turn
         await client.close()
@@ -96,7 +94,7 @@ async def test_a_failed_step_is_told_to_everybody_and_ends_the_process(model: Pa
         answers = await asyncio.gather(*turns, return_exceptions=True)
         assert all(isinstance(answer, EngineLost) for answer in answers)
         assert any("not finite" in str(answer) for answer in answers)
-        assert await asyncio.to_thread(server.process.wait, 60) == 1
+        assert await asyncio.to_thread(server.process.wait, PATIENCE_S) == 1
         assert "logits are not finite" in server.text()
         await client.close()
 

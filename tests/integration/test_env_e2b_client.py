@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import until
 
 from venusrl.sandboxes.e2b import E2BSandboxes
 from venusrl.sandboxes.manager import keys
@@ -101,6 +102,13 @@ async def test_the_five_methods(sandboxes: E2BSandboxes, server: Server, tmp_pat
         await sandboxes.run(sandbox, "true")
 
 
+async def begun(sandboxes: E2BSandboxes, sandbox: str) -> None:
+    async def holds() -> bool:
+        return (await sandboxes.run(sandbox, "cat /tmp/begun")).exit_code == 0
+
+    await until(holds, "the command's start")
+
+
 async def test_nothing_of_a_command_outlives_it(sandboxes: E2BSandboxes) -> None:
     sandbox = await sandboxes.create(PLAIN, LIMITS, {})
     left = "setsid sleep 1001 & (setsid setsid sleep 1002 &) ; "
@@ -111,9 +119,7 @@ async def test_nothing_of_a_command_outlives_it(sandboxes: E2BSandboxes) -> None
     assert result.timed_out
     assert (await sandboxes.run(sandbox, alive)).output.strip() == "0"
     task = asyncio.create_task(sandboxes.run(sandbox, left + "echo begun > /tmp/begun; sleep 1001"))
-    for _ in range(200):
-        if (await sandboxes.run(sandbox, "cat /tmp/begun")).exit_code == 0:
-            break
+    await begun(sandboxes, sandbox)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -125,16 +131,14 @@ async def test_nothing_of_a_command_outlives_it(sandboxes: E2BSandboxes) -> None
 
 async def test_T39_a_command_that_fails_keeps_what_it_said_and_why(sandboxes: E2BSandboxes) -> None:
     sandbox = await sandboxes.create(PLAIN, LIMITS, {})
-    late = await sandboxes.run(sandbox, "echo before; echo beside >&2; sleep 1003", timeout_s=1.0)
+    late = await sandboxes.run(sandbox, "echo before; echo beside >&2; sleep 1003", timeout_s=5.0)
     assert (late.timed_out, sorted(late.output.split())) == (True, ["before", "beside"])
     wrong = await sandboxes.run(sandbox, "echo no; exit 3")
     assert (wrong.exit_code, wrong.timed_out, wrong.output) == (3, False, "no\n")
     struck = await sandboxes.run(sandbox, "echo last; kill -9 $$")
     assert (struck.exit_code, struck.timed_out, struck.output.split()[0]) == (137, False, "last")
     running = asyncio.create_task(sandboxes.run(sandbox, "echo begun > /tmp/begun; sleep 1003"))
-    for _ in range(200):
-        if (await sandboxes.run(sandbox, "cat /tmp/begun")).exit_code == 0:
-            break
+    await begun(sandboxes, sandbox)
     await sandboxes.kill(sandbox)
     with pytest.raises(SandboxGone):
         await running

@@ -21,6 +21,7 @@ from e2b import (
     AsyncSandbox,
     CommandExitException,
     FileNotFoundException,
+    FilesystemEvent,
     FilesystemEventType,
     NotEnoughSpaceException,
     PtySize,
@@ -29,6 +30,7 @@ from e2b import (
     TimeoutException,
 )
 from tests.integration.env_server import DOMAIN, connection, served
+from tests.waiting import PATIENCE_S, wait_until
 
 from venusrl.sandboxes.manager.serve import Server
 
@@ -43,14 +45,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def sandbox(server: Server) -> Iterator[Sandbox]:
-    made = Sandbox.create("base", timeout=120, **connection(server))
+    made = Sandbox.create("base", timeout=600, **connection(server))
     yield made
     made.kill()
 
 
 @pytest.fixture
 async def async_sandbox(server: Server) -> AsyncIterator[AsyncSandbox]:
-    made = await AsyncSandbox.create("base", timeout=120, **connection(server))
+    made = await AsyncSandbox.create("base", timeout=600, **connection(server))
     yield made
     await made.kill()
 
@@ -64,8 +66,8 @@ def test_commands(sandbox: Sandbox) -> None:
     with pytest.raises(TimeoutException):
         sandbox.commands.run("sleep 30", timeout=0.5)
     # The SDK's own clock may be first: the service's, which ends the process, follows at once.
-    gone = "for n in $(seq 50); do pgrep -f '[s]leep 30' > /dev/null || exit 0; sleep 0.1; done; ps -ef; exit 1"
-    assert sandbox.commands.run(gone).exit_code == 0
+    gone = "for n in $(seq 500); do pgrep -f '[s]leep 30' > /dev/null || exit 0; sleep 0.1; done; ps -ef; exit 1"
+    assert sandbox.commands.run(gone, timeout=0).exit_code == 0
     assert sandbox.commands.run("whoami", user="root").stdout == "root\n"
 
 
@@ -157,7 +159,13 @@ def test_watches(sandbox: Sandbox) -> None:
     sandbox.files.make_dir("watched/deep")
     watch = sandbox.files.watch_dir("watched", recursive=True, include_entry=True)
     sandbox.files.write("watched/deep/file", "x")
-    events = watch.get_new_events()
+    events: list[FilesystemEvent] = []
+
+    def written() -> bool:
+        events.extend(watch.get_new_events())
+        return any(event.type == FilesystemEventType.WRITE for event in events)
+
+    wait_until(written, "the write's event")
     assert [(event.type, event.name) for event in events] == [
         (FilesystemEventType.CREATE, "deep/file"),
         (FilesystemEventType.CHMOD, "deep/file"),
@@ -198,7 +206,7 @@ def test_an_upload_that_does_not_fit(sandbox: Sandbox) -> None:
 
 
 def test_a_sandbox_killed_in_the_middle(server: Server) -> None:
-    made = Sandbox.create("base", timeout=60, **connection(server))
+    made = Sandbox.create("base", timeout=600, **connection(server))
     running = made.commands.run("sleep 60", background=True)
     threading.Timer(0.3, made.kill).start()
     with pytest.raises(TimeoutException, match="killed or reached its end of life"):
@@ -212,7 +220,7 @@ async def start_inside(sandbox: AsyncSandbox, what: str, port: int) -> None:
     await sandbox.commands.run(
         f"python3 inside.py {what} {port}", background=True, on_stdout=lambda _: ready.set(), timeout=0
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await ready.wait()
 
 
@@ -223,7 +231,7 @@ async def test_async_commands_files_and_watches(async_sandbox: AsyncSandbox) -> 
     await async_sandbox.files.make_dir("w")
     watch = await async_sandbox.files.watch_dir("w", on_event=seen.put_nowait)
     await async_sandbox.files.write("w/f", "1")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await seen.get()).name == "f"
     await watch.stop()  # type: ignore[no-untyped-call]
     assert await async_sandbox.files.read("w/f") == "1"
@@ -251,7 +259,7 @@ async def test_http2_reaches_a_port(server: Server, async_sandbox: AsyncSandbox)
     client.send_headers(1, fields, end_stream=True)
     writer.write(client.data_to_send())
     body = b""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while body != b"over http/2":
             for event in client.receive_data(await reader.read(1 << 16)):
                 if isinstance(event, h2.events.DataReceived):
@@ -262,7 +270,7 @@ async def test_http2_reaches_a_port(server: Server, async_sandbox: AsyncSandbox)
 async def test_http_reaches_a_port_and_closed_ones_are_told(server: Server, async_sandbox: AsyncSandbox) -> None:
     await async_sandbox.files.write("www/index.html", "served inside")
     await async_sandbox.commands.run("python3 -m http.server 8767 --directory www", background=True, timeout=0)
-    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+    async with aiohttp.ClientSession() as http, asyncio.timeout(PATIENCE_S):
         while True:
             async with http.get(server.sandbox_url, headers={"Host": async_sandbox.get_host(8767)}) as answer:
                 text = await answer.text()

@@ -120,7 +120,8 @@ async def test_what_nobody_knows_is_swept(runtime: NamespaceRuntime, tmp_path: P
 
 async def test_freezing_keeps_processes(runtime: NamespaceRuntime) -> None:
     sandbox = await runtime.create(spec("one"))
-    await output(sandbox, "(while :; do date +%s%N > /tmp/beat; sleep 0.02; done) >/dev/null 2>&1 & true")
+    beating = "(while :; do date +%s%N > /tmp/beat; sleep 0.02; done) >/dev/null 2>&1 &"
+    await output(sandbox, f"{beating} until test -e /tmp/beat; do sleep 0.05; done")
     await sandbox.pause()
     beat = Path(f"/proc/{pid_of(sandbox.record())}/root/tmp/beat")
     before = beat.read_text()

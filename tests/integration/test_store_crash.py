@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from venusrl.coordinator.errors import StorePruned
 from venusrl.coordinator.store.order import TaskOrder
@@ -124,14 +125,14 @@ def check_store(folder: Path) -> None:
 
 @pytest.mark.parametrize(("kill_at", "oversample"), [(kill_at, 4) for kill_at in range(1, 14, 3)])
 def test_T31_killed_at_several_points_around_the_first_step(tmp_path: Path, kill_at: int, oversample: int) -> None:
-    with start_life(tmp_path, 100, oversample) as life:
+    with start_life(tmp_path, 100_000, oversample) as life:
         while len(acknowledged(tmp_path)) < kill_at:
             assert life.poll() is None
             time.sleep(0.001)
         life.kill()
     check_store(tmp_path)
     with start_life(tmp_path, 4, oversample) as life:
-        assert life.wait(60) == 0
+        assert life.wait(PATIENCE_S) == 0
     check_store(tmp_path)
 
 

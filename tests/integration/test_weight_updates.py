@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.engine_processes import KEY, engine_process, reference_logits
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.coordinator.host import SchedulerHost
 from venusrl.coordinator.publish import PublishFailed, PublishRecord, RunningTurns, WeightPublisher, Weights
@@ -29,7 +30,6 @@ from venusrl.types import Message, SamplingParams, Segment
 WORKER = "w0"
 TASK = Message("user", "Count.")
 TURN_TOKENS = 300
-"""Long enough that new weights arrive in the middle."""
 
 
 class Plane:
@@ -87,11 +87,6 @@ class Plane:
     def turn(self, trajectory: str, *messages: Message, tokens: int = 40) -> asyncio.Task[TurnResult]:
         return asyncio.create_task(self.gateway.turn(trajectory, [TASK, *messages], tokens))
 
-    async def generating(self) -> None:
-        async with asyncio.timeout(60):
-            while (await self.client.load()).generated_tokens_total < 3:  # noqa: ASYNC110 - in another process
-                await asyncio.sleep(0.002)
-
 
 @asynccontextmanager
 async def plane(model: Path) -> AsyncIterator[Plane]:
@@ -113,14 +108,17 @@ async def test_new_weights_wait_for_the_end_of_a_turn_and_the_next_turn_for_them
     torch.set_num_threads(1)
     models = [build_tiny_model(tmp_path / f"v{version}", seed=3 + version) for version in range(2)]
     async with plane(models[0]) as p:
+        await p.client.pause()  # so that the weights come while the turn runs, however fast the engine is
         first = p.turn("t0", tokens=TURN_TOKENS)
-        await p.generating()
+        await until(lambda: bool(p.running.on(WORKER)), "the turn's dispatch")
         await p.publisher.publish(Weights(1, models[1]))
         other = p.turn("t1")
+        await until(lambda: bool(p.held), "the second turn's hold")
+        await p.client.resume()
         said = await first
         assert not other.done()
         assert [hold.trajectory for hold in p.held] == ["t1"], "no turn begins on a worker that drains"
-        assert await p.publisher.wait_acknowledged(1, 60.0)
+        assert await p.publisher.wait_acknowledged(1, PATIENCE_S)
         await other
         await p.turn("t0", Message("assistant", said.text), Message("user", "Go on."))
         segments = {name: p.gateway.finish(name).segments for name in ("t0", "t1")}
