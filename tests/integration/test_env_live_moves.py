@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from tests.integration.microvms import tiny_template
-from tests.integration.test_env_node import COMMAND, Pair, Process, ended, until
-from tests.waiting import PATIENCE_S
+from tests.integration.test_env_node import COMMAND, Pair, Process, ended
+from tests.waiting import PATIENCE_S, wait_until
 
 from venusrl.sandboxes.e2b import E2BSandboxes
 from venusrl.sandboxes.protocol import Limits
@@ -219,10 +219,10 @@ def test_a_service_killed_in_a_move_loses_nothing(pair: Machines, sandbox: Any, 
         time.sleep(chance.uniform(0.4, 2.0))
         pair.kill(victim)
         going.communicate(timeout=120)
-        until(lambda: pair.status() == "ready")
+        wait_until(lambda: pair.status() == "ready")
         said = sandbox.commands.run("md5sum /m/x /root/y; kill -0 $(cat /root/pid)", user="root", request_timeout=90)
         assert said.stdout == before
-        until(lambda: len(machines(pair, sandbox.sandbox_id)) == 1)
+        wait_until(lambda: len(machines(pair, sandbox.sandbox_id)) == 1)
         assert machines(pair, sandbox.sandbox_id) == [pair.sandboxes()[sandbox.sandbox_id]]
 
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import pytest
 from tests.integration import test_env_node
 from tests.integration.microvms import tiny_template
-from tests.integration.test_env_node import COMMAND, Pair, Process, ended, until
+from tests.integration.test_env_node import COMMAND, Pair, Process, ended
+from tests.waiting import wait_until
 
 pytestmark = test_env_node.pytestmark
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
@@ -40,14 +41,14 @@ class Trio(Pair):
         sandbox.files.write("/tmp/note", note)
         sandbox.commands.run("echo $((6 * 7)) > /home/user/answer")
         sandbox.pause()
-        until(lambda: self.replica(sandbox.sandbox_id)["state"] == "kept")
+        wait_until(lambda: self.replica(sandbox.sandbox_id)["state"] == "kept")
         return sandbox
 
     def processes(self) -> tuple[Process, ...]:
         return self.node, self.near, self.service
 
     def lose(self) -> None:
-        until(lambda: self.status() == "lost")
+        wait_until(lambda: self.status() == "lost")
         undo = [*COMMAND, "drain", "near", "--undo", "--state", str(self.state / "service")]
         subprocess.run(undo, check=True, timeout=60, capture_output=True)
 
@@ -94,8 +95,8 @@ def test_what_was_paused_on_a_node_that_died_resumes_elsewhere(trio: Trio) -> No
     again.files.write("/tmp/note", "after")
 
     trio.node = trio.join()  # with what it had on its disk
-    until(lambda: trio.status() == "ready")
-    until(lambda: trio.ask("GET", "/nodes/far")["sandboxCount"] == 0)
+    wait_until(lambda: trio.status() == "ready")
+    wait_until(lambda: trio.ask("GET", "/nodes/far")["sandboxCount"] == 0)
     assert trio.sandboxes() == {sandbox.sandbox_id: "near"}
     assert again.files.read("/tmp/note") == "after"
 
@@ -110,8 +111,8 @@ def test_a_node_that_was_silent_lets_go_of_what_was_recovered(trio: Trio) -> Non
         again.files.write("/tmp/note", "after")
     finally:
         trio.node.process.send_signal(signal.SIGCONT)
-    until(lambda: trio.status() == "ready")
-    until(lambda: trio.ask("GET", "/nodes/far")["sandboxCount"] == 0)
+    wait_until(lambda: trio.status() == "ready")
+    wait_until(lambda: trio.ask("GET", "/nodes/far")["sandboxCount"] == 0)
     assert trio.sandboxes() == {sandbox.sandbox_id: "near"}
     assert running.sandbox_id not in trio.sandboxes()
     assert again.files.read("/tmp/note") == "after"
@@ -124,13 +125,13 @@ def test_what_has_no_copy_is_told_of_as_lost(tmp_path: Path) -> None:
         sandbox.files.write("/tmp/note", "here")
         sandbox.pause()
         pair.node.end(signal.SIGKILL)
-        until(lambda: pair.status() == "lost")
+        wait_until(lambda: pair.status() == "lost")
         (seen,) = pair.ask("GET", "/admin/overview")["sandboxes"]
         assert "without --replicas" in seen["lost"]
         with pytest.raises(Exception, match="waits for that node"):
             sandbox.connect(timeout=300)
         pair.node = pair.join()
-        until(lambda: pair.status() == "ready")
+        wait_until(lambda: pair.status() == "ready")
         assert sandbox.connect(timeout=300).files.read("/tmp/note") == "here"
     finally:
         for sandbox_id in pair.sandboxes():
@@ -168,7 +169,7 @@ def test_a_virtual_machine_of_a_dead_node_comes_back_with_its_memory(machines: M
         user="root",
     ).stdout
     sandbox.pause(request_timeout=240)
-    until(lambda: machines.replica(sandbox.sandbox_id)["state"] == "kept")
+    wait_until(lambda: machines.replica(sandbox.sandbox_id)["state"] == "kept")
     assert machines.replica(sandbox.sandbox_id)["memory"]
     machines.node.end(signal.SIGKILL)
     machines.lose()

@@ -7,20 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from tests.integration.microvms import tiny_root
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of the service need root: run as root")
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
 COMMAND = [sys.executable, "-m", "venusrl.cli.main", "env"]
-WAIT_S = 40.0
 
 
 class Process:
@@ -41,7 +40,7 @@ class Process:
 
     def end(self, number: int = signal.SIGINT) -> None:
         self.process.send_signal(number)
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=PATIENCE_S)
 
 
 class Pair:
@@ -97,13 +96,6 @@ class Pair:
 _FREE = "127.0.0.1:0"
 
 
-def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.2)
-
-
 _Pair = TypeVar("_Pair", bound=Pair)
 
 
@@ -135,7 +127,7 @@ def test_sandboxes_on_a_node_that_joined(pair: Pair) -> None:
 
     pair.node.end(signal.SIGKILL)
     pair.node = pair.join()
-    until(lambda: pair.status() == "ready")
+    wait_until(lambda: pair.status() == "ready")
     assert sandbox.files.read("/tmp/kept") == "before"
     assert going.pid in {one.pid for one in sandbox.commands.list()}, "a process ended with the node's service"
 
@@ -157,10 +149,10 @@ def test_a_template_reaches_a_node_that_lacks_it(pair: Pair) -> None:
     assert sandbox.commands.run("ls /bin/busybox").stdout == "/bin/busybox\n"
     layers = len(list((pair.state / "node" / "templates" / "layers").iterdir()))
     assert layers > 0
-    until(lambda: pair.counter("template_layers_fetched") == layers)
+    wait_until(lambda: pair.counter("template_layers_fetched") == layers)
     again = e2b.Sandbox.create("tiny", timeout=300, **pair.options)
     assert again.commands.run("hostname").exit_code == 0
-    until(lambda: pair.counter("created") == 2)
+    wait_until(lambda: pair.counter("created") == 2)
     assert pair.counter("template_layers_fetched") == layers
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from tests.integration.microvms import tiny_template
-from tests.integration.test_env_node import COMMAND, Pair, Process, ended, until
+from tests.integration.test_env_node import COMMAND, Pair, Process, ended
 from tests.integration.test_escape_network import OTHER, PORT, SERVER, outside
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes are confined as root does: run as root")
 e2b = pytest.importorskip("e2b", reason="the E2B SDK is not installed: install the dev extra")
@@ -178,7 +179,7 @@ def test_a_deadline_holds_on_the_other_node(three: Machines) -> None:
     followed.hears_more()
     three.move(sandbox.sandbox_id, three.other(sandbox.sandbox_id))
     assert isinstance(followed.join(), e2b.TimeoutException), followed.ended
-    until(lambda: going.pid not in {one.pid for one in sandbox.commands.list()})
+    wait_until(lambda: going.pid not in {one.pid for one in sandbox.commands.list()})
     sandbox.kill()
 
 

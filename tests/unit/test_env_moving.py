@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.environments import ADMIN, JOIN, environment, fake_hosts
-from tests.unit.test_env_upkeep import until_slowly as until
+from tests.waiting import until
 
 from venusrl.cli.env_view import how_it_moved
 from venusrl.sandboxes.host.api import ENVD_PORT, Host, Moved

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import waiting
 from tests.unit.environments import ADMIN, Environment, environment, fake_hosts
-from tests.unit.test_env_upkeep import until_slowly
 
 from venusrl.cli.env_view import _state
 from venusrl.sandboxes.host.api import Order
@@ -119,10 +119,10 @@ async def test_requests_wait_while_it_is_recovered(tmp_path: Path) -> None:
             await env.clock.run_for(30)
             hosts[1].gate = asyncio.Event()
             connecting = asyncio.create_task(connect(env, sandbox))
-            await until_slowly(lambda: ("restore", sandbox) in hosts[1].calls)
+            await waiting.until(lambda: ("restore", sandbox) in hosts[1].calls)
             headers = {"E2b_Sandbox_Id": sandbox, "E2b_Sandbox_Port": "49983"}
             asking = asyncio.create_task(env.call("GET", "/health", **headers))
-            await until_slowly(lambda: env.service.gateway.parked == 1)
+            await waiting.until(lambda: env.service.gateway.parked == 1)
             hosts[1].gate.set()
             assert (await connecting)[0] == 201
             assert (await asking)[0] == 204
@@ -172,7 +172,7 @@ async def test_the_copy_stands_for_nothing_before_its_host_may_have_more(tmp_pat
         sandbox = await two(env)
         env.hosts[0].gate = asyncio.Event()
         resuming = asyncio.create_task(connect(env, sandbox))
-        await until_slowly(lambda: ("resume", sandbox) in env.hosts[0].calls)
+        await waiting.until(lambda: ("resume", sandbox) in env.hosts[0].calls)
         assert env.store.sandbox(sandbox).replica == ""  # type: ignore[union-attr]
         env.hosts[0].gate.set()
         assert (await resuming)[0] == 201
@@ -307,7 +307,7 @@ async def test_a_copy_that_cannot_be_kept_is_told_of_and_tried_again(tmp_path: P
         hosts[0].fail("take", SandboxError("its disk is odd"))
         sandbox = await two(env, copied=False)
         await env.clock.run_for(3)
-        await until_slowly(lambda: env.manager.recovery.told(env.book.records[sandbox])["state"] == "failed")  # type: ignore[index]
+        await waiting.until(lambda: env.manager.recovery.told(env.book.records[sandbox])["state"] == "failed")  # type: ignore[index]
         assert (await look(env, sandbox))["replica"]["reason"] == "its disk is odd"  # type: ignore[index]
         await env.clock.run_for(40)
         await copied_now(env, sandbox)

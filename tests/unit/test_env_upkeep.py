@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests import waiting
 from tests.unit.environments import ADMIN, JOIN, environment, fake_hosts
 
 from venusrl.sandboxes.host.api import Order
@@ -28,15 +29,6 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it never came true")
-
-
-async def until_slowly(condition: Callable[[], bool]) -> None:
-    """The same, where sockets are waited for."""
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
     raise AssertionError("it never came true")
 
 
@@ -158,9 +150,9 @@ async def test_traffic_meets_what_really_is(tmp_path: Path) -> None:
 
         env.hosts[0].gate = asyncio.Event()
         pausing = asyncio.create_task(env.call("POST", f"/sandboxes/{sandbox}/pause", {}))
-        await until_slowly(lambda: env.book.records[sandbox].state == "pausing")
+        await waiting.until(lambda: env.book.records[sandbox].state == "pausing")
         parked = asyncio.create_task(health(sandbox))
-        await until_slowly(lambda: env.service.gateway.parked == 1)
+        await waiting.until(lambda: env.service.gateway.parked == 1)
         env.hosts[0].gate.set()
         assert (await pausing)[0] == 204
         assert (await parked)[0] == 502  # paused now, and not to be woken by traffic
@@ -345,11 +337,11 @@ async def test_T36_a_client_that_left_before_the_answer_leaves_nothing(tmp_path:
         head = f"POST /v2/sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {env.text}\r\nContent-Length: {len(body)}\r\n\r\n"
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body)
-        await until_slowly(lambda: any(call == "create" for call, _ in host.calls))
+        await waiting.until(lambda: any(call == "create" for call, _ in host.calls))
         writer.transport.abort()
         await asyncio.sleep(0.05)  # the server hears of it
         host.gate.set()
-        await until_slowly(lambda: env.manager.counters.get("ended") == 1)
+        await waiting.until(lambda: env.manager.counters.get("ended") == 1)
         assert host.sandboxes == {}
         assert env.book.records == {}
         await listener.stop()

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from tests.waiting import until
 
 from venusrl.sandboxes.agent import wire
 from venusrl.sandboxes.agent.api import AgentError, Exit, Output, ProcessSpec
@@ -76,6 +77,10 @@ LIES: dict[str, Answer] = {
 }
 
 
+def acknowledged(liar: Liar) -> list[int]:
+    return [frame.offset for frame in liar.heard if frame.kind == wire.ACK]
+
+
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 async def test_breaking_the_protocol_ends_the_line(lie: Answer) -> None:
     client = Liar(lie).client()
@@ -143,11 +148,9 @@ async def test_a_process_acknowledges_what_its_slowest_reader_took() -> None:
     process = await client.start(ProcessSpec(("x",), "user"))
     events = process.events()
     assert await anext(events) == Output("stdout", b"one")
-    await asyncio.sleep(0.02)
-    assert [frame.offset for frame in liar.heard if frame.kind == wire.ACK][-1] == 5 + 4
+    await until(lambda: acknowledged(liar)[-1:] == [5 + 4], "what was taken being acknowledged")
     assert [event async for event in events] == [Output("stderr", b"two"), Exit(5)]
-    await asyncio.sleep(0.02)
-    assert [frame.offset for frame in liar.heard if frame.kind == wire.ACK][-1] == 9 + 8 + 8 + 13 + 1
+    await until(lambda: acknowledged(liar)[-1:] == [9 + 8 + 8 + 13 + 1], "all being acknowledged")
     await client.close()
 
 
@@ -182,9 +185,8 @@ async def test_what_is_given_up_is_ended_inside_too() -> None:
     liar = Liar(lambda s, _: b"")
     client = liar.client()
     asked = asyncio.create_task(client.stat("/", "user"))
-    await asyncio.sleep(0.05)
+    await until(lambda: [frame.kind for frame in liar.heard] == [wire.HELLO, wire.DATA], "the question")
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
-    await asyncio.sleep(0.05)
-    assert [frame.kind for frame in liar.heard] == [wire.HELLO, wire.DATA, wire.RESET]
+    await until(lambda: [frame.kind for frame in liar.heard] == [wire.HELLO, wire.DATA, wire.RESET], "its end")
     await client.close()

@@ -7,6 +7,7 @@ import logging
 import time
 
 import pytest
+from tests.waiting import until
 
 from venusrl.coordinator.errors import ProcessError, RunFailed, ShutdownTimeout
 from venusrl.coordinator.supervisor import Supervisor
@@ -121,9 +122,11 @@ async def test_an_error_of_main_passes_unchanged_and_the_first_failure_wins(capl
 
 async def test_cancellation_from_outside_passes_through_and_cleans_up() -> None:
     supervisor = Supervisor()
+    begun: list[str] = []
     stopped: list[str] = []
 
     async def background(name: str) -> None:
+        begun.append(name)
         try:
             await forever()
         finally:
@@ -135,7 +138,7 @@ async def test_cancellation_from_outside_passes_through_and_cleans_up() -> None:
         await background("main")
 
     run = asyncio.create_task(supervisor.run(main()))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(begun) == 3, "the start of all three")
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.waiting import PATIENCE_S
 
 from venusrl.coordinator.errors import RunFailed
 from venusrl.coordinator.evaluation import EvaluationItem, EvaluationPlan, Evaluator
@@ -110,7 +111,7 @@ class Fleet:
         self.heard.set()
 
     async def hear(self, kind: type, times: int = 1) -> None:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(isinstance(event, kind) for event in self.events) < times:
                 self.heard.clear()
                 await self.heard.wait()
@@ -264,7 +265,7 @@ async def test_T41_an_evaluation_lost_in_a_crash_is_asked_for_again(tmp_path: Pa
         bench.gate.clear()
         bench.evaluator.request(2)
         life = asyncio.create_task(bench.evaluator.run())
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_S):
             await bench.begun.wait()
         await over(life)
         assert bench.results == []
@@ -284,7 +285,7 @@ async def test_a_dead_evaluation_worker_is_started_again_and_goes_on(tmp_path: P
         bench.gate.clear()
         bench.evaluator.request(3)
         life = asyncio.create_task(bench.evaluator.finish({}, 3))
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(PATIENCE_S):
             await bench.begun.wait()
             bench.starter.running[0].die("killed")
             await bench.starter.restarted.wait()
