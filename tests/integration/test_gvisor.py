@@ -54,6 +54,9 @@ async def runtime(tmp_path: Path) -> AsyncIterator[GvisorRuntime]:
     yield made
     await made.close()
     await made.sweep(set())
+    await made.close()
+    name = f"*gvisor-{(tmp_path / 'g').stat().st_ino}"
+    assert list(Path("/sys/fs/cgroup").rglob(name)) == [], "a service that leaves no sandbox leaves no control group"  # noqa: ASYNC240
     assert list((tmp_path / "g/sandboxes").iterdir()) == []
     assert str(tmp_path) not in Path("/proc/mounts").read_text()  # noqa: ASYNC240
 

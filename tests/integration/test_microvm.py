@@ -47,8 +47,18 @@ async def runtime(prepared: tuple[Path, Image]) -> AsyncIterator[MicroVmRuntime]
     await made.prepare(prepared[1])
     yield made
     await made.close()
-    swept = await (await microvms.runtime(prepared[0])).sweep(set())
+    again = await microvms.runtime(prepared[0])
+    swept = await again.sweep(set())
+    await again.close()
     assert swept == []
+    assert groups_of(again) == []
+
+
+def groups_of(runtime: MicroVmRuntime) -> list[Path]:
+    """Control groups that are there still."""
+    assert runtime._site is not None
+    assert runtime._site.groups is not None
+    return [directory for directory in runtime._site.groups.directories.values() if directory.exists()]
 
 
 def memory_of(runtime: MicroVmRuntime, instance: MicroVm) -> tuple[str, str]:

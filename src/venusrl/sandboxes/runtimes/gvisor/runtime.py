@@ -129,6 +129,8 @@ class GvisorRuntime:
         instances, self._instances = list(self._instances.values()), {}
         for instance in instances:
             await instance.let_go()
+        if self._node is not None:
+            await asyncio.to_thread(groups.close_node, self._node)
         if self._sandboxes >= 0:
             os.close(self._sandboxes)
             self._sandboxes = -1

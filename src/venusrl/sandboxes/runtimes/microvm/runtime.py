@@ -29,7 +29,7 @@ from venusrl.sandboxes.runtimes.microvm.machine import BOARD
 from venusrl.sandboxes.runtimes.microvm.passport import Passport, objection
 from venusrl.sandboxes.runtimes.microvm.vm import Parts, Site, Vm
 from venusrl.sandboxes.runtimes.moving import Base, Dial, Objection, Streams
-from venusrl.sandboxes.runtimes.namespace import cgroup
+from venusrl.sandboxes.runtimes.namespace import cgroup, groups
 from venusrl.sandboxes.runtimes.namespace.egress import Egress
 from venusrl.sandboxes.templates.api import Image
 
@@ -83,10 +83,10 @@ class MicroVmRuntime:
         if not self._qemu.live:
             lacks["live_migration"] = f"QEMU {self._qemu.version[0]} corrupts busy guests that move live: {setup.MEND}"
         name = "mv-" + hashlib.sha256(str(self._state).encode()).hexdigest()[:12]
-        groups = await asyncio.to_thread(cgroup.find, name, existing=True)
-        if groups is None:
+        node = await asyncio.to_thread(cgroup.find, name, existing=True)
+        if node is None:
             raise RuntimeUnavailable("no control group can be made here for memory and processes: run as root")
-        self._site = Site(self._state / "vms", self._qemu.path, str(made.jail), groups)
+        self._site = Site(self._state / "vms", self._qemu.path, str(made.jail), node)
         self._site.directory.mkdir(mode=0o700, exist_ok=True)
         self.filter_program = str(made.filter)
         return Abilities(True, self._qemu.live, "egress" not in lacks, lacks)
@@ -397,9 +397,7 @@ class MicroVmRuntime:
             await instance.let_go()
         self._instances.clear()
         if self._site is not None and self._site.groups is not None:
-            for directory in self._site.groups.directories.values():
-                with contextlib.suppress(OSError):  # a sandbox that goes on is in it
-                    directory.rmdir()
+            await asyncio.to_thread(groups.close_node, self._site.groups)
 
 
 def _kind(made: template.Made) -> _Kind:
