@@ -64,8 +64,9 @@ def scenario(
     gpus: int = 32,
     trainer_scale: float = 1.0,
     sync_scale: float = 1.0,
+    staleness: int | None = None,
 ) -> Scenario:
-    """A scenario as the module says."""
+    """A scenario as the module says. ``staleness``: the largest one allowed, if not the least that alpha needs."""
     factor = Decimal(alpha)
     fleet, trainer = models.cluster(models.MODELS[model], gpus=gpus, trainer_scale=trainer_scale, sync_scale=sync_scale)
     return Scenario(
@@ -74,7 +75,7 @@ def scenario(
             batch_groups=batch,
             group_size=GROUP,
             async_factor=factor,
-            max_staleness=math.ceil(factor),
+            max_staleness=math.ceil(factor) if staleness is None else staleness,
             max_steps=steps,
         ),
         fleet=fleet,
@@ -83,10 +84,20 @@ def scenario(
     )
 
 
-def paper_cell(model: str, batch: int, alpha: str, steps: int, *, half: bool = False, **scales: float) -> Cell:
+def paper_cell(
+    model: str,
+    batch: int,
+    alpha: str,
+    steps: int,
+    *,
+    half: bool = False,
+    staleness: int | None = None,
+    **scales: float,
+) -> Cell:
     """One cell of the grid of model, batch and asynchrony. ``half``: half the turns on half the GPUs, which leaves
-    working set over KV about as it is. ``scales``: as ``scenario`` takes them."""
+    working set over KV about as it is. ``staleness``, ``scales``: as ``scenario`` takes them."""
     suffix = "-half" * half + "".join(f"-{key.removesuffix('_scale')}x{value:g}" for key, value in scales.items())
+    suffix += "" if staleness is None else f"-stale{staleness}"
     name = f"{model.removeprefix('qwen3-')}-B{batch}-a{alpha}{suffix}"
     workload, gpus = (OpenSwe(length=0.5), 16) if half else (OpenSwe(), 32)
     trainer_scale, sync_scale = scales.get("trainer_scale", 1.0), scales.get("sync_scale", 1.0)
@@ -100,8 +111,10 @@ def paper_cell(model: str, batch: int, alpha: str, steps: int, *, half: bool = F
         gpus=gpus,
         trainer_scale=trainer_scale,
         sync_scale=sync_scale,
+        staleness=staleness,
     )
     labels = {"model": model, "batch": str(batch), "alpha": alpha}
+    labels |= {} if staleness is None else {"staleness": str(staleness)}
     return Cell(name, made, labels | {key: f"{value:g}" for key, value in scales.items()})
 
 
@@ -178,10 +191,13 @@ def _sensitivity(quick: bool) -> Suite:
         for scale in ("trainer_scale", "sync_scale")
         for factor in (0.5, 1.0, 2.0)
     ]
+    cells += [  # in fewer steps than this nothing would be that stale
+        paper_cell("qwen3-32b", 16, "1", max(steps, 6), half=quick, staleness=bound) for bound in (1, 2, 3)
+    ]
     chosen = ["slime", "rollflash", "thunderagent-repaired", VENUS]
     return Suite(
         "sensitivity",
-        "trainer and publication at half and double",
+        "trainer and publication at half and double; staleness beyond what alpha needs",
         cells,
         _arms(chosen),
         3 if quick else SEEDS,
