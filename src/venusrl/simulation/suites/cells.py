@@ -186,7 +186,7 @@ def _scale(quick: bool) -> Suite:
 def _sensitivity(quick: bool) -> Suite:
     steps = 3 if quick else 8
     cells = [
-        paper_cell(model, 16, "1", steps, half=quick, **{scale: factor})
+        paper_cell(model, 16, "1", steps, half=quick, staleness=None, **{scale: factor})
         for model in ("qwen3-4b", "qwen3-32b")
         for scale in ("trainer_scale", "sync_scale")
         for factor in (0.5, 1.0, 2.0)
