@@ -90,7 +90,8 @@ async def test_the_machines_network_is_out_of_reach(pair: tuple[Instance, Instan
     with socket.socket() as listener, socket.socket(socket.AF_UNIX) as local:
         listener.bind(("0.0.0.0", 0))
         listener.listen()
-        local.bind("\0venusrl-escape-test")
+        abstract = f"\0venusrl-escape-{os.getpid()}-{user}"
+        local.bind(abstract)
         local.listen()
         port = listener.getsockname()[1]
         addresses = ["127.0.0.1", "0.0.0.0", "169.254.169.254", "10.0.0.1", "192.168.0.1", *own_addresses()]
@@ -100,7 +101,7 @@ for address in {addresses!r}:
     with socket.socket() as made:
         made.settimeout(0.3)
         assert made.connect_ex((address, {port})), address
-for place in ("\\0venusrl-escape-test", "/run/dbus/system_bus_socket", "/var/run/docker.sock"):
+for place in ({abstract!r}, "/run/dbus/system_bus_socket", "/var/run/docker.sock"):
     with socket.socket(socket.AF_UNIX) as made:
         try:
             made.connect(place)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration import microvms, persistent
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.agent.api import AgentError, ProcessSpec
 from venusrl.sandboxes.protocol import Limits, SandboxError
@@ -23,7 +24,7 @@ from venusrl.sandboxes.runtimes.gvisor.runtime import GvisorRuntime
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="both runtimes are started by root: run as root")
 LIMITS = Limits(memory_mib=microvms.MEMORY_MIB, disk_mib=64, pids=64)
-WORKS_S = 60.0
+WORKS_S = PATIENCE_S
 MARK = "VENUSRL_TEST_TREASURE"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.guests import ME, Guest, gone, guest
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.sandboxes.agent.api import AgentError, Change, Settings
 
@@ -216,7 +216,7 @@ async def watched(inside: Guest, path: Path, recursive: bool, seen: list[Change]
             seen.append(change)  # noqa: PERF401 - as they come
 
     task = asyncio.create_task(collect())
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), PATIENCE_S)
     return task
 
 
@@ -264,7 +264,7 @@ async def test_a_watch_ends_with_its_directory_and_refuses_files(inside: Guest, 
     seen: list[Change] = []
     task = await watched(inside, tmp_path / "d", False, seen)
     (tmp_path / "d").rmdir()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, PATIENCE_S)
     (tmp_path / "f").write_text("")
     with pytest.raises(AgentError) as raised:
         await anext(inside.client.watch(str(tmp_path / "f"), ME))

@@ -117,9 +117,12 @@ async def test_an_exit_is_known_to_a_service_that_comes_later(inside: Guest) -> 
     process = await inside.client.start(shell("echo said; exit 8"))
     pid = process.pid
     await inside.client.close()
-    await asyncio.sleep(0.2)
     later = inside.another()
-    assert await later.processes() == []
+
+    async def ended_now() -> bool:
+        return await later.processes() == []
+
+    await until(ended_now, "its end")
     ended = await all_of(await later.attach(pid))
     assert (ended.stdout, ended.exit) == (b"said\n", Exit(8))
     assert (await all_of(await later.attach(pid))).exit == Exit(8)

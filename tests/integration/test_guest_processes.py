@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.guests import ME, Guest, all_of, gone, guest, shell
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.sandboxes.agent.api import AgentError, Exit, Output, ProcessSpec, Size
 
@@ -228,7 +228,7 @@ async def test_whoever_closes_stdin_and_leaves_has_closed_it(inside: Guest) -> N
         alone = await inside.client.attach(process.pid, output=False)
         await alone.close_stdin()
         await alone.detach()
-        ended = await asyncio.wait_for(all_of(await inside.client.attach(process.pid)), 20.0)
+        ended = await asyncio.wait_for(all_of(await inside.client.attach(process.pid)), PATIENCE_S)
         assert ended.exit == Exit(3)
 
 
@@ -238,7 +238,7 @@ async def test_an_input_that_was_closed_is_closed_for_whoever_attaches_later(ins
     await process.detach()
     again = await inside.client.attach(process.pid)
     with pytest.raises(AgentError, match="no input any more"):
-        await asyncio.wait_for(again.send(b"late"), 20.0)
+        await asyncio.wait_for(again.send(b"late"), PATIENCE_S)
     await again.signal(9)
 
 

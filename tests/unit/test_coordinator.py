@@ -11,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from tests.waiting import PATIENCE_S
 
 from venusrl.coordinator.amend import amend_record
 from venusrl.coordinator.episodes import Episodes, EpisodeSettings
@@ -168,7 +169,7 @@ class Scene:
         self.host.notify(VersionPublished(weights.version))
         self.host.notify(WorkerAcknowledged("w", weights.version))
 
-    async def until_over(self, timeout_s: float = 5.0) -> None:
+    async def until_over(self) -> None:
         """Bring up the worker, then wait for the scheduler's word; time passes quickly."""
         state = self.store.recover()
         self.steps.resume(state.pending_batches)
@@ -180,15 +181,15 @@ class Scene:
         self.host.notify(WorkerUp("w", 100_000, 64, state.version))
         if state.pending_batches:
             self.train_soon()
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(PATIENCE_S):
             while not self.ended.is_set():
                 await asyncio.sleep(0.005)
                 self.host.notify(Tick())
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-        life = asyncio.create_task(self.until_over(timeout_s))
+    async def until(self, condition: Callable[[], bool]) -> None:
+        life = asyncio.create_task(self.until_over())
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(PATIENCE_S):
                 while not condition() and not life.done():  # noqa: ASYNC110 - any condition at all
                     await asyncio.sleep(0)
         finally:

@@ -12,6 +12,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.env_front import TOKEN, Front, MemoryHost, front
+from tests.waiting import until
 
 from venusrl.sandboxes.envd.signing import BadSignature, Signed, signature, verify
 from venusrl.sandboxes.host.api import Host
@@ -180,9 +181,7 @@ async def test_requests_wait_while_a_sandbox_moves() -> None:
     async with front() as it:
         it.register.set(it.id, state="moving", host=None)
         waiting = asyncio.create_task(get(it, "/metrics", it.headers()))
-        async with asyncio.timeout(5):
-            while not it.gateway.parked:  # noqa: ASYNC110 - nothing tells a gateway's counter
-                await asyncio.sleep(0.001)
+        await until(lambda: it.gateway.parked > 0, "the request's waiting")
         it.register.set(it.id, state="running", host=it.host)
         it.register.moved.set()
         assert (await waiting)[0] == 200

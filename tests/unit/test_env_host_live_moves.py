@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 from aiohttp import web
 from tests.unit.host_sides import Side
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.host import arrivals, move_line, server
 from venusrl.sandboxes.host.api import Address, Host, Moving, Order, Peer
@@ -129,7 +130,7 @@ async def test_a_service_that_ends_in_a_move_loses_nothing(tmp_path: Path, side:
     origin: Where = "here" if step in ("copied", "stopped", "given") else "there"
     sides[origin].runtime.at = hold
     moving = asyncio.create_task(sides["here"].host.move("a", sides["there"].host))
-    await asyncio.wait_for(reached.wait(), 10)
+    await asyncio.wait_for(reached.wait(), PATIENCE_S)
     for task in asyncio.all_tasks():
         if task.get_name() in (("move a",) if side == "here" else ("arrival of a", "create a")):
             task.cancel()
@@ -193,7 +194,7 @@ async def test_a_stranger_gets_no_stream(tmp_path: Path) -> None:
     async def knock(address: Address, token: str, stream: str) -> None:
         reader, writer = await asyncio.open_connection(address.host, address.port)
         await move_line.say(writer, move_line.Word("hello", token=token, stream=stream))
-        refused.append(await asyncio.wait_for(reader.read(), 10))
+        refused.append(await asyncio.wait_for(reader.read(), PATIENCE_S))
         writer.close()
 
     async def watched(move: Moving) -> Address:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.waiting import until
 
 from venusrl.sandboxes.admission.api import Admit, Deny, HostView, Request
 from venusrl.sandboxes.admission.footprint import FootprintAdmission
@@ -56,11 +56,7 @@ async def test_a_killed_process_loses_the_last_minute_at_most(tmp_path: Path) ->
     kept = KeptFootprints(path, taught(), clock)
     kept.start()
     await clock.run_for(EVERY_S + 1.0)
-    for _ in range(500):
-        if path.exists():
-            break
-        await asyncio.sleep(0.01)
-    assert path.exists()
+    await until(path.exists, "the file, which a thread writes")
     await kept.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import waiting
 from tests.unit.environments import ADMIN, Environment, environment, fake_hosts
+from tests.waiting import until
 
 from venusrl.cli.env_view import _state
 from venusrl.sandboxes.host.api import Order
@@ -53,12 +54,19 @@ async def two(env: Environment, *, copied: bool = True) -> str:
 
 
 async def copied_now(env: Environment, sandbox: str) -> None:
-    for _ in range(200):
-        if env.book.records[sandbox].replica:
-            return
-        await env.clock.run_for(0.5)
-        await asyncio.sleep(0.005)
-    raise AssertionError(env.manager.recovery.told(env.book.records[sandbox]))
+    await passing(env, lambda: bool(env.book.records[sandbox].replica), 0.5, f"the copy of {sandbox}")
+
+
+async def passing(env: Environment, condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Virtual time goes on until ``condition`` holds; threads that write copies take real time."""
+
+    async def holds() -> bool:
+        if condition():
+            return True
+        await env.clock.run_for(seconds)
+        return condition()
+
+    await until(holds, what)
 
 
 async def look(env: Environment, sandbox: str) -> dict[str, object]:
@@ -254,11 +262,7 @@ async def test_a_snapshot_of_a_lost_node_can_be_had_elsewhere(tmp_path: Path) ->
         sandbox = await env.create()
         hosts[0].sandboxes[sandbox].files["/s"] = b"snap"
         snapshot = (await env.call("POST", f"/sandboxes/{sandbox}/snapshots", {}))[1]["snapshotID"]
-        for _ in range(50):
-            await env.clock.run_for(1)
-            await asyncio.sleep(0.005)
-            if env.manager.snapshots[snapshot].replica:
-                break
+        await passing(env, lambda: bool(env.manager.snapshots[snapshot].replica), 1.0, "the copy of the snapshot")
         with silent(hosts[0]):
             await env.clock.run_for(30)
             made = await asyncio.gather(

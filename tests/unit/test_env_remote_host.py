@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.sandboxes.agent.api import AgentError, Code
 from venusrl.sandboxes.host import server, wire
@@ -153,14 +154,15 @@ async def test_deaths_are_told_and_the_end_of_the_stream_is_an_error(monkeypatch
         await remote.create(order())
         events = remote.events()
         hearing = asyncio.ensure_future(anext(events))
-        await asyncio.sleep(0.1)  # the stream begins; some heartbeats, which are no deaths
+        await until(lambda: bool(host._events), "the beginning of the stream")
+        await asyncio.sleep(0.1)  # for some heartbeats, which must not be taken for deaths
         host.die("sb1", "out of memory")
-        died = await asyncio.wait_for(hearing, 5)
+        died = await asyncio.wait_for(hearing, PATIENCE_S)
         assert (died.sandbox, died.cause) == ("sb1", "out of memory")
         hearing = asyncio.ensure_future(anext(events))
         await host.close()
         with pytest.raises(HostLost):
-            await asyncio.wait_for(hearing, 5)
+            await asyncio.wait_for(hearing, PATIENCE_S)
 
 
 async def test_a_connection_carries_bytes_and_its_end() -> None:

@@ -339,7 +339,11 @@ async def test_T36_a_client_that_left_before_the_answer_leaves_nothing(tmp_path:
         writer.write(head.encode() + body)
         await waiting.until(lambda: any(call == "create" for call, _ in host.calls))
         writer.transport.abort()
-        await asyncio.sleep(0.05)  # the server hears of it
+        server = listener._runner.server
+        assert server is not None
+        await waiting.until(
+            lambda: all(one.transport is None for one in server.connections), "the server's hearing of it"
+        )
         host.gate.set()
         await waiting.until(lambda: env.manager.counters.get("ended") == 1)
         assert host.sandboxes == {}

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from tests.unit.env_front import Front, front
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.agent.api import Change, Exit, Output
 from venusrl.sandboxes.envd import files, process, room, streams
@@ -125,7 +126,7 @@ async def test_a_client_that_leaves_kills_nothing_but_its_deadline_holds() -> No
             pid = (await anext(events))["event"]["start"]["pid"]
         async with it.stream("process.Process/Start", shell("sleep 100"), Connect_Timeout_Ms="80") as events:
             limited = (await anext(events))["event"]["start"]["pid"]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             task = it.agent.calls[limited].task
             assert task is not None
             await asyncio.wait([task])

@@ -160,8 +160,9 @@ async def test_output_beyond_the_window_ends_the_line_instead_of_piling_up() -> 
         flood = (said(stream, output, offset=9 + n * len(output), last=False) for n in range(6))
         return said(stream, record(wire.STARTED, wire.u32(42)), last=False) + b"".join(flood)
 
-    process = await Liar(answer).client().start(ProcessSpec(("x",), "user"))
-    await asyncio.sleep(0.02)
+    liar = Liar(answer)
+    process = await liar.client().start(ProcessSpec(("x",), "user"))
+    await until(lambda: liar.writers[0].is_closing(), "the end of the line")
     with pytest.raises(AgentError) as raised:
         _ = [event async for event in process.events()]
     assert raised.value.code == "internal"

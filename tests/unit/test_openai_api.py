@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
+from tests.waiting import until
 
 from venusrl.rollout.direct import DirectTurns
 from venusrl.rollout.openai_api import ChatDoor, Refused, parse
@@ -61,13 +62,6 @@ async def served(*texts: str, context: int = 256) -> AsyncIterator[Served]:
         yield made
     await made.door.close()
     await made.turns.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Let the loop (and the sockets) work until ``holds``."""
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 - the fake engine's state has no event to wait for
-            await asyncio.sleep(0)
 
 
 async def test_a_conversation_is_answered_and_recorded() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
+from tests.waiting import PATIENCE_S
+
 from venusrl.sandboxes.protocol import Limits
 from venusrl.sandboxes.runtimes.namespace import wire
 from venusrl.sandboxes.runtimes.namespace.launcher import Launcher
@@ -44,12 +46,12 @@ def serving(notes: Notes, *waiting: wire.Request) -> Iterator[socket.socket]:
         yield ours
     finally:
         ours.close()
-        loop.join(10)
+        loop.join(PATIENCE_S)
         theirs.close()
 
 
 def replies(connection: socket.socket, count: int) -> list[wire.Reply]:
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE_S)
     with connection.makefile("rb") as stream:
         frames = [stream.read(wire.body_length(stream.read(wire.HEADER_BYTES))) for _ in range(count)]
     return [wire.decode_reply(frame) for frame in frames]

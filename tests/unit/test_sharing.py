@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.unit.templates import archive, directory, entry, layout, symlink, without_flushing  # noqa: F401
+from tests.waiting import until
 
 from venusrl.sandboxes.admission.api import Admit, Deny, HostView, Request
 from venusrl.sandboxes.admission.footprint import FootprintAdmission
@@ -318,9 +319,6 @@ async def test_what_is_shared_is_counted_after_a_restart_too(tmp_path: Path) -> 
         await host.start()
         if runtime is runtimes[0]:
             await host.create(Order(id="s", template="one", runtime="fake"))
-        for _ in range(1000):
-            if runtime.prepared and host.view().shared == {"img-1": 7 * MIB}:
-                break
-            await asyncio.sleep(0.01)
-        assert (runtime.prepared, host.view().shared) == (["img-1"], {"img-1": 7 * MIB})
+        await until(lambda: host.view().shared == {"img-1": 7 * MIB}, "the template's bytes being counted")  # noqa: B023
+        assert runtime.prepared == ["img-1"]
         await host.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.unit.templates import archive, directory, entry, layout, symlink, without_flushing  # noqa: F401
+from tests.waiting import until
 
 from venusrl.sandboxes.protocol import HostDiskFull, SandboxDenied, SandboxError, TemplateNotFound
 from venusrl.sandboxes.runtimes.base import Instance, Spec
@@ -234,7 +234,7 @@ async def test_a_build_that_hangs_can_be_cancelled_and_timed_out(tmp_path: Path,
         await templates.build("", waiting[2].template, waiting[2].id, request)
     with pytest.raises(TemplateBusy):
         await templates.build("", waiting[0].template, waiting[0].id, request)
-    await asyncio.sleep(0.05)
+    await until(lambda: bool(runtime.alive), "the first build's beginning")
     for each in waiting[:2]:
         await templates.cancel("", each.template, each.id)
     assert [templates.records.build(each.id).state for each in waiting] == ["error", "error", "waiting"]
