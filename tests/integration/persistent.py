@@ -54,17 +54,19 @@ def starting(command: str, ready: str) -> Image:
 
 async def shell(sandbox: Instance, command: str, user: str = "user") -> tuple[int, str]:
     """Run a command; its exit code (128 + signal for a killed one) and what it printed, stripped."""
-    return await asyncio.wait_for(_shell(sandbox.agent, command, user), WAIT_S)
+    code, told = await asyncio.wait_for(run(sandbox.agent, command, user), WAIT_S)
+    return code, told.strip()
 
 
-async def _shell(agent: Agent, command: str, user: str) -> tuple[int, str]:
+async def run(agent: Agent, command: str, user: str = "user") -> tuple[int, str]:
+    """Run a command by an agent; its exit code (128 + signal for a killed one) and all that it printed."""
     process = await agent.start(ProcessSpec(("/bin/sh", "-c", command), user))
     told = b""
     async for event in process.events():
         if isinstance(event, Output):
             told += event.data
         elif isinstance(event, Exit):
-            return (event.code if event.signal is None else 128 + event.signal), told.decode(errors="replace").strip()
+            return (event.code if event.signal is None else 128 + event.signal), told.decode(errors="replace")
     raise AssertionError("a process without an end")
 
 

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from tests.integration.commands import Command, Left, command
 from tests.waiting import PATIENCE_S
 
 from venusrl import models
@@ -29,30 +30,10 @@ from venusrl.rollout.engines import install as engine_install
 from venusrl.sandboxes.probe import Check
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
-def venusrl(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def venusrl(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """The command, in an empty directory: ``venusrl("train", "demo")``."""
-    monkeypatch.delenv("VENUSRL_DEBUG", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*argv: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["venusrl", *argv])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return Result(left.value.code, out, err)
-
-    return run
+    return command(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -68,7 +49,7 @@ def model(workdir: Path) -> Path:
 
 
 # --- mistakes: one message, exit code not 0, nothing left behind ------------------------------------------
-def test_a_run_without_a_recipe_names_those_that_ship(venusrl: Run) -> None:
+def test_a_run_without_a_recipe_names_those_that_ship(venusrl: Command) -> None:
     result = venusrl("train")
     assert result.code == 1
     assert "demo" in result.err
@@ -93,7 +74,7 @@ def test_a_run_without_a_recipe_names_those_that_ship(venusrl: Run) -> None:
         (["train", "--nonsense"], 2, "--nonsense"),
     ],
 )
-def test_a_mistake_is_one_message(venusrl: Run, workdir: Path, argv: list[str], code: int, says: str) -> None:
+def test_a_mistake_is_one_message(venusrl: Command, workdir: Path, argv: list[str], code: int, says: str) -> None:
     result = venusrl(*argv)
     assert result.code == code
     assert says in result.err
@@ -102,14 +83,14 @@ def test_a_mistake_is_one_message(venusrl: Run, workdir: Path, argv: list[str], 
     assert list(workdir.iterdir()) == []
 
 
-def test_a_model_path_that_is_not_one_says_what_is_missing(venusrl: Run, model: Path) -> None:
+def test_a_model_path_that_is_not_one_says_what_is_missing(venusrl: Command, model: Path) -> None:
     (model / "tokenizer.json").unlink()
     result = venusrl("train", "demo", "--set", f"model.path={model}")
     assert (result.code, "no tokenizer.json" in result.err) == (1, True)
 
 
 def test_a_second_run_on_the_same_directory_is_refused_and_names_resume(
-    venusrl: Run, workdir: Path, model: Path
+    venusrl: Command, workdir: Path, model: Path
 ) -> None:
     run_dir = workdir / "runs" / "demo"
     run_dir.mkdir(parents=True)
@@ -120,7 +101,7 @@ def test_a_second_run_on_the_same_directory_is_refused_and_names_resume(
     assert [f.name for f in run_dir.iterdir()] == ["store.sqlite"]
 
 
-def test_a_directory_that_is_not_a_run_is_left_alone(venusrl: Run, workdir: Path, model: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_left_alone(venusrl: Command, workdir: Path, model: Path) -> None:
     (workdir / "mine").mkdir()
     (workdir / "mine" / "thesis.tex").write_text("x")
     result = venusrl("train", "demo", "--set", f"model.path={model}", "--run-dir", "mine")
@@ -130,19 +111,19 @@ def test_a_directory_that_is_not_a_run_is_left_alone(venusrl: Run, workdir: Path
     assert (result.code, "is not a directory" in result.err) == (1, True)
 
 
-def test_mistakes_are_json_too_when_asked(venusrl: Run) -> None:
+def test_mistakes_are_json_too_when_asked(venusrl: Command) -> None:
     result = venusrl("train", "nothing", "--json")
     assert (result.code, json.loads(result.out)["kind"]) == (2, "RecipeError")
     assert "there is no recipe" in result.err
 
 
-def test_debug_shows_the_traceback(venusrl: Run) -> None:
+def test_debug_shows_the_traceback(venusrl: Command) -> None:
     result = venusrl("--debug", "train", "nothing")
     assert (result.code, "Traceback" in result.err) == (2, True)
 
 
 # --- dry run ----------------------------------------------------------------------------------------------
-def test_a_dry_run_prints_a_recipe_and_what_it_means(venusrl: Run, workdir: Path, model: Path) -> None:
+def test_a_dry_run_prints_a_recipe_and_what_it_means(venusrl: Command, workdir: Path, model: Path) -> None:
     result = venusrl("train", "demo", "--dry-run", "--set", f"model.path={model}", "--set", "schedule.async_factor=1.5")
     assert result.code == 0
     assert "window_groups = 20" in result.out
@@ -153,7 +134,7 @@ def test_a_dry_run_prints_a_recipe_and_what_it_means(venusrl: Run, workdir: Path
     assert (again.code, again.out) == (0, result.out)
 
 
-def test_a_dry_run_speaks_json_and_warns_of_what_is_missing_here(venusrl: Run, workdir: Path) -> None:
+def test_a_dry_run_speaks_json_and_warns_of_what_is_missing_here(venusrl: Command, workdir: Path) -> None:
     result = venusrl("train", "qwen3-4b-swe", "--dry-run", "--json")
     plan = json.loads(result.out)
     assert result.code == 0
@@ -167,7 +148,7 @@ def test_a_dry_run_speaks_json_and_warns_of_what_is_missing_here(venusrl: Run, w
     ("engine", "order"), [("embedded", "in the order that the scheduler wishes"), ("vllm", "least recently used")]
 )
 def test_a_dry_run_says_what_the_engines_do_not_do_for_the_scheduler(
-    venusrl: Run, model: Path, engine: str, order: str
+    venusrl: Command, model: Path, engine: str, order: str
 ) -> None:
     settings = (f"model.path={model}", f"rollout.engine={engine}", "schedule.policy=thunderagent")
     result = venusrl("train", "demo", "--dry-run", *(word for s in settings for word in ("--set", s)))
@@ -175,7 +156,7 @@ def test_a_dry_run_says_what_the_engines_do_not_do_for_the_scheduler(
     assert "real engines tell them when a turn ends" in result.err
 
 
-def test_a_dry_run_warns_of_pins_and_memory_that_this_machine_lacks(venusrl: Run, model: Path) -> None:
+def test_a_dry_run_warns_of_pins_and_memory_that_this_machine_lacks(venusrl: Command, model: Path) -> None:
     beyond = max(os.sched_getaffinity(0)) + 1
     settings = [f"model.path={model}", f"training.cpus=[{beyond}]", "rollout.kv_capacity_tokens=100000000000"]
     result = venusrl("train", "demo", "--dry-run", *(word for s in settings for word in ("--set", s)))
@@ -213,12 +194,12 @@ def fake_run(
     return run_training
 
 
-def train(venusrl: Run, model: Path, *more: str) -> Result:
+def train(venusrl: Command, model: Path, *more: str) -> Left:
     return venusrl("train", "demo", "--set", f"model.path={model}", *more)
 
 
 def test_a_run_ends_with_its_summary_and_its_picture(
-    venusrl: Run, workdir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    venusrl: Command, workdir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "run_training", fake_run())
     result = train(venusrl, model)
@@ -236,14 +217,14 @@ def test_a_run_ends_with_its_summary_and_its_picture(
     assert (workdir / "mine.png").exists()
 
 
-def test_json_is_all_there_is_on_stdout(venusrl: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_all_there_is_on_stdout(venusrl: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "run_training", fake_run())
     result = train(venusrl, model, "--json")
     assert (result.code, json.loads(result.out)["outcome"]) == (0, "finished")
 
 
 def test_ctrl_c_once_finishes_cleanly_and_says_how_to_resume(
-    venusrl: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+    venusrl: Command, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "run_training", fake_run("stopped", version=1, interrupt=True))
     result = train(venusrl, model, "--run-dir", "my run")
@@ -253,7 +234,7 @@ def test_ctrl_c_once_finishes_cleanly_and_says_how_to_resume(
 
 
 def test_a_failed_run_gives_its_cause_its_log_and_the_way_on(
-    venusrl: Run, workdir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    venusrl: Command, workdir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "run_training", fake_run(error=RunFailed("all groups fail: 8 sandbox_died")))
     result = train(venusrl, model)
@@ -264,7 +245,7 @@ def test_a_failed_run_gives_its_cause_its_log_and_the_way_on(
     assert "Traceback" in (workdir / "runs" / "demo" / "logs" / "coordinator.log").read_text()
 
 
-def test_a_fault_of_ours_is_not_hidden(venusrl: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_is_not_hidden(venusrl: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "run_training", fake_run(error=KeyError("bug")))
     monkeypatch.setattr(sys, "argv", ["venusrl", "train", "demo", "--set", f"model.path={model}"])
     with pytest.raises(KeyError, match="bug"):
@@ -272,7 +253,7 @@ def test_a_fault_of_ours_is_not_hidden(venusrl: Run, model: Path, monkeypatch: p
 
 
 def test_resume_without_a_recipe_takes_the_runs_own(
-    venusrl: Run, workdir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    venusrl: Command, workdir: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
 
@@ -291,7 +272,7 @@ def test_resume_without_a_recipe_takes_the_runs_own(
 
 
 # --- the rest ---------------------------------------------------------------------------------------------
-def test_no_runs_yet_says_how_to_begin(venusrl: Run) -> None:
+def test_no_runs_yet_says_how_to_begin(venusrl: Command) -> None:
     result = venusrl("runs", "list")
     assert (result.code, "venusrl train demo" in result.err) == (0, True)
     assert json.loads(venusrl("runs", "list", "--json").out) == []
@@ -306,7 +287,7 @@ def write_task(directory: Path, *, tests: bool = True) -> None:
         (directory / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
 
 
-def test_tasks_are_listed_shown_and_checked(venusrl: Run, workdir: Path) -> None:
+def test_tasks_are_listed_shown_and_checked(venusrl: Command, workdir: Path) -> None:
     write_task(workdir / "tasks" / "one")
     assert "off-by-one" in venusrl("tasks", "list", "tasks").out
     assert json.loads(venusrl("tasks", "list", "tasks", "--json").out)["tasks"][0]["id"] == "one"
@@ -322,7 +303,7 @@ def test_tasks_are_listed_shown_and_checked(venusrl: Run, workdir: Path) -> None
 
 @pytest.mark.parametrize("broken", ["", "required", "optional"])
 def test_the_doctor_fails_only_for_what_the_demo_needs(
-    venusrl: Run, monkeypatch: pytest.MonkeyPatch, broken: str
+    venusrl: Command, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     found = [
         Check("bubblewrap", broken != "required", "detail", "" if broken != "required" else "pip install it"),
@@ -386,7 +367,7 @@ def test_ctrl_c_twice_leaves_at_once_and_says_how_to_resume(workdir: Path, model
     assert b"Left at once. Resume with: venusrl train --resume --run-dir runs/demo" in errors
 
 
-def test_the_demo_policy_is_known_by_its_hash(venusrl: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_policy_is_known_by_its_hash(venusrl: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "resolve", lambda path: model)
     config = json.loads((model / "config.json").read_text()) | {
         "vocab_size": 896,
@@ -401,7 +382,7 @@ def test_the_demo_policy_is_known_by_its_hash(venusrl: Run, model: Path, monkeyp
     assert venusrl("demo-policy", "info", "--json").code == 1
 
 
-def test_an_engine_is_installed_where_it_was_asked_for(venusrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_installed_where_it_was_asked_for(venusrl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def install(path: Path | None, echo: Callable[[str], None]) -> Path:
         echo("making it")
         if path == Path("full"):

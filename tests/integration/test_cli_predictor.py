@@ -5,42 +5,19 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from tests.integration.commands import Command, command
 
 from venusrl.cli import recorded
-from venusrl.cli.main import main
 from venusrl.simulation.recordings import RecordingError, of_run, of_trace
 from venusrl.types import EndReason, Group, StopReason, Trajectory, Turn
 
 
-class Left(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Left]
-
-
 @pytest.fixture
 def predictor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    monkeypatch.delenv("VENUSRL_DEBUG", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*argv: object) -> Left:
-        monkeypatch.setattr(sys, "argv", ["venusrl", "predictor", *map(str, argv)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return Left(left.value.code, out, err)
-
-    return run
+    return command(monkeypatch, capsys, "predictor")
 
 
 def trace(path: Path, sessions: int) -> Path:

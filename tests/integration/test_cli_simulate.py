@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from tests.integration.commands import Command, command
 
-from venusrl.cli.main import main
 from venusrl.simulation.suites import runner
 from venusrl.simulation.suites.records import Record, Run, execute
 
-
-class Left(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Simulate = Callable[..., Left]
 DEMO = ("demo", "--workload", "synthetic", "--steps", "1", "--seeds", "2", "--jobs", "1", "--out", "out")
 
 
 @pytest.fixture
-def simulate(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Simulate:
-    monkeypatch.delenv("VENUSRL_DEBUG", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*argv: str) -> Left:
-        monkeypatch.setattr(sys, "argv", ["venusrl", "simulate", *argv])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return Left(left.value.code, out, err)
-
-    return run
+def simulate(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return command(monkeypatch, capsys, "simulate")
 
 
-def test_a_recipe_is_simulated_and_written_down(simulate: Simulate) -> None:
+def test_a_recipe_is_simulated_and_written_down(simulate: Command) -> None:
     done = simulate(*DEMO, "--policy", "venus", "--policy", "fcfs", "--json", "-")
     assert done.code == 0, done.err
     result = json.loads(done.out)
@@ -63,7 +41,7 @@ def test_a_recipe_is_simulated_and_written_down(simulate: Simulate) -> None:
     assert len(Path("out", runner.RECORDS_FILE).read_text().splitlines()) == 4
 
 
-def test_mistakes_name_what_there_is(simulate: Simulate) -> None:
+def test_mistakes_name_what_there_is(simulate: Command) -> None:
     for argv, said in (
         (("papers",), "suites are paper, pressure"),
         (("paper", "--policy", "luck"), "there is no policy 'luck'; there are fcfs"),
@@ -77,7 +55,7 @@ def test_mistakes_name_what_there_is(simulate: Simulate) -> None:
         assert "Traceback" not in left.err
 
 
-def test_ctrl_c_keeps_what_is_finished(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_is_finished(simulate: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # the command to go on with is not broken over lines
     calls: list[Run] = []
 
@@ -96,7 +74,7 @@ def test_ctrl_c_keeps_what_is_finished(simulate: Simulate, monkeypatch: pytest.M
     assert len(Path("out", runner.RECORDS_FILE).read_text().splitlines()) == 2
 
 
-def test_a_failed_run_is_named_and_fails_the_command(simulate: Simulate) -> None:
+def test_a_failed_run_is_named_and_fails_the_command(simulate: Command) -> None:
     left = simulate(
         "smollm2", "--workload", "claude-code", "--steps", "1", "--seeds", "1", "--jobs", "1", "--out", "out"
     )
@@ -105,7 +83,7 @@ def test_a_failed_run_is_named_and_fails_the_command(simulate: Simulate) -> None
     assert "RequestTooLarge" in Path("out/report.md").read_text()
 
 
-def test_the_cases_of_validation_are_chosen_by_name(simulate: Simulate) -> None:
+def test_the_cases_of_validation_are_chosen_by_name(simulate: Command) -> None:
     done = simulate("validation", "--case", "order", "--out", "out", "--json", "-")
     assert done.code == 0, done.err
     assert {check["case"] for check in json.loads(done.out)} == {"order"}
@@ -116,7 +94,7 @@ def test_the_cases_of_validation_are_chosen_by_name(simulate: Simulate) -> None:
     assert (elsewhere.code, "simulate validation --case" in elsewhere.err) == (1, True)
 
 
-def test_a_run_that_says_nothing_of_its_engine_is_not_compared(simulate: Simulate) -> None:
+def test_a_run_that_says_nothing_of_its_engine_is_not_compared(simulate: Command) -> None:
     folder = Path("out/run")
     folder.mkdir(parents=True)
     lines = [

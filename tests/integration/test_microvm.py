@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration import microvms
+from tests.waiting import PATIENCE_S, until
 
 from venusrl.sandboxes.protocol import SandboxError, SandboxGone, SandboxPaused, TemplateNotFound
 from venusrl.sandboxes.runtimes.microvm import migration, template
@@ -170,10 +171,12 @@ async def test_idle_processors_stop_and_wake(prepared: tuple[Path, Image]) -> No
     try:
         assert instance.vm is not None
         await microvms.sh(instance, "echo once")
-        async with asyncio.timeout(60):
-            while (await instance.vm.qmp.ask("query-status"))["running"]:  # noqa: ASYNC110 - another process's state
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(2.5)
+        qmp = instance.vm.qmp
+
+        async def stopped() -> bool:
+            return not (await qmp.ask("query-status"))["running"]
+
+        await until(stopped, "its processors' stop")
         assert abs(int(await microvms.sh(instance, "date +%s")) - time.time()) < 60
         assert (await microvms.sh(instance, "echo awake")) == "awake\n"
     finally:
@@ -185,7 +188,7 @@ async def test_a_guest_that_ends_is_told(runtime: MicroVmRuntime, prepared: tupl
     instance = await runtime.create(microvms.spec("panics", prepared[1]))
     with pytest.raises(SandboxError):
         await microvms.sh(instance, "echo c > /proc/sysrq-trigger; sleep 30")
-    assert "virtual machine ended" in await asyncio.wait_for(instance.died(), 30)
+    assert "virtual machine ended" in await asyncio.wait_for(instance.died(), PATIENCE_S)
     with pytest.raises(SandboxGone):
         _ = instance.agent
     await instance.kill()
@@ -250,9 +253,9 @@ async def test_a_move_that_fails_leaves_it_running(
     receiving = asyncio.create_task(migration.receive(other, spec, broken))
     try:
         with pytest.raises(SandboxError):
-            await asyncio.wait_for(migration.send(runtime, instance, dial, nothing, nothing), 60)
+            await asyncio.wait_for(migration.send(runtime, instance, dial, nothing, nothing), PATIENCE_S)
         with pytest.raises((SandboxError, OSError)):
-            await asyncio.wait_for(receiving, 60)
+            await asyncio.wait_for(receiving, PATIENCE_S)
         assert await microvms.sh(instance, "echo here") == "here\n"
         assert os.listdir(tmp_path / "two" / "vms") == []
     finally:

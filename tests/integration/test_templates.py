@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.integration.persistent import run
 from tests.unit.templates import Member, archive, directory, entry, layout, symlink
 
-from venusrl.sandboxes.agent.api import Agent, Exit, ProcessSpec
 from venusrl.sandboxes.protocol import Limits, TemplateNotFound
 from venusrl.sandboxes.runtimes.base import Spec
 from venusrl.sandboxes.runtimes.namespace import kernel
@@ -91,16 +91,6 @@ async def test_overlayfs_shows_what_the_merged_view_says(templates: Templates, t
     assert {path for path in real if path.startswith("data/")} == {"data/c", "data/d"}
     assert "etc/old/new" in real
     assert templates.store.damaged() == []
-
-
-async def run(agent: Agent, command: str, user: str = "user") -> tuple[int, str]:
-    process = await agent.start(ProcessSpec(("/bin/sh", "-c", command), user))
-    output = b""
-    async for event in process.events():
-        if isinstance(event, Exit):
-            return event.code, output.decode()
-        output += event.data
-    raise AssertionError("no exit")
 
 
 async def build(templates: Templates, request: BuildRequest, name: str = "made") -> tuple[str, str]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
+from tests.waiting import PATIENCE_S
 from transformers import AutoTokenizer
 
 from venusrl.models import ModelError
@@ -75,7 +76,7 @@ def run_directory(path: Path, model: Path, *, dtype: str = "float32", **training
     return path
 
 
-async def train_here(run_dir: Path, api: FakeTrainerApi, *, patience_s: float = 20.0) -> str:
+async def train_here(run_dir: Path, api: FakeTrainerApi, *, patience_s: float = PATIENCE_S) -> str:
     return await asyncio.to_thread(train, run_dir, api.url, "key", patience_s=patience_s)
 
 
@@ -239,7 +240,7 @@ async def test_a_coordinator_that_restarts_goes_unnoticed(tmp_path: Path, model:
     training = asyncio.create_task(train_here(run_dir, api))
     await api.until(lambda: api.asked.count(1) > 0)
     await api.stop()
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # time in which the trainer asks in vain
     api.hold = None
     await api.start()
     assert await training == "all steps are trained"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from venusrl.coordinator.store import RunStore
+from venusrl.sandboxes.runtimes.namespace.instance import start_time
 
 # What tells each kind by its command line; a sandboxed command is bubblewrap with its arguments on a descriptor.
 _KINDS = {
@@ -138,7 +139,7 @@ def descendants(root: int) -> list[int]:
     """Every living process below ``root``."""
     found, waiting = [], [root]
     while waiting:
-        below = [child for child in _children(waiting.pop()) if born(child) is not None]
+        below = [child for child in _children(waiting.pop()) if start_time(child) is not None]
         found += below
         waiting += below
     return found
@@ -155,19 +156,10 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def born(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if it ended. With the pid this names it for ever."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def all_gone(births: dict[int, int | None], timeout_s: float) -> bool:
-    """Wait for processes, named by pid and ``born``, to end; False if one is still there."""
+    """Wait for processes, named by pid and ``start_time``, to end; False if one is still there."""
     deadline = time.monotonic() + timeout_s
-    while any(birth is not None and born(pid) == birth for pid, birth in births.items()):
+    while any(birth is not None and start_time(pid) == birth for pid, birth in births.items()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

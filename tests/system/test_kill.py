@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from tests.system.conftest import Recipes, Start
-from tests.system.harness import TrainProcess, all_gone, born, descendants, events, faults, sandboxes_left
+from tests.system.harness import TrainProcess, all_gone, descendants, events, faults, sandboxes_left
 
 from venusrl.coordinator.store import RunStore
+from venusrl.sandboxes.runtimes.namespace.instance import start_time
 
 SEED = 20
 KILLS = {"coordinator": 5, "trainer": 5, "engine": 5, "sandbox": 7, "launcher": 2}
@@ -65,7 +66,7 @@ def test_kills_at_random_instants_lose_nothing_and_train_nothing_twice(
     process.until_event("worker_up", PATIENCE_S)
     for kind in victims:
         wait_for_life(process, dice)
-        below = {pid: born(pid) for pid in descendants(process.pid)}
+        below = {pid: start_time(pid) for pid in descendants(process.pid)}
         kill_one(process, kind, dice)
         killed[kind] += 1
         if kind == "coordinator":

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from tests.system.conftest import Recipes, Start
-from tests.system.harness import TrainProcess, all_gone, born, descendants, events, faults, write_recipe
+from tests.system.harness import TrainProcess, all_gone, descendants, events, faults, write_recipe
 from tests.system.tiny import build_model
 
 from venusrl.coordinator.store import RunStore
 from venusrl.rollout.engines.install import vllm_python
+from venusrl.sandboxes.runtimes.namespace.instance import start_time
 
 WAIT_S = 400.0
 """How long one start of vLLM and a few steps may take on a machine that is busy with other things."""
@@ -71,12 +72,12 @@ def test_kills_of_vllms_processes_and_of_the_run_lose_nothing_and_train_nothing_
     process.until_event("worker_up", WAIT_S, restarts=0)
     for restarts, victim in enumerate(("vllm server", "vllm core"), 1):
         until_a_new_batch(process)
-        before = {pid: born(pid) for kind in ("vllm server", "vllm core") for pid in process.descendants(kind)}
+        before = {pid: start_time(pid) for kind in ("vllm server", "vllm core") for pid in process.descendants(kind)}
         kill_one(process, victim)
         process.until_event("worker_up", WAIT_S, restarts=restarts)
         assert all_gone(before, 0), "a part of the killed engine lives on beside the new one"
     until_a_new_batch(process)
-    below = {pid: born(pid) for pid in descendants(process.pid)}
+    below = {pid: start_time(pid) for pid in descendants(process.pid)}
     process.kill()
     assert all_gone(below, WAIT_S), "children outlive their coordinator"
     assert faults(run_dir) == []
