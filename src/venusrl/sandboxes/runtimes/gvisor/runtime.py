@@ -11,6 +11,7 @@ server of runsc's that sees this sandbox's directory only.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import shutil
@@ -65,7 +66,7 @@ class GvisorRuntime:
         self._runsc = runsc
         if self._sandboxes < 0:
             self._sandboxes = os.open(self._state / "sandboxes", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._node = await asyncio.to_thread(groups.open_node, f"venusrl-gvisor-{os.stat(self._state).st_ino}")
+        self._node = await asyncio.to_thread(groups.open_node, self._group_name())
         self._program = await asyncio.to_thread(self._place_program, await build.program())
         lacks = dict(_LACKS)
         if self._node is None:
@@ -163,6 +164,10 @@ class GvisorRuntime:
 
     def _place(self, sandbox: str) -> place.Place:
         return place.Place(self._state, self._running(), self._node, sandbox)
+
+    def _group_name(self) -> str:
+        """The same for every process on this state directory, and no other's."""
+        return "gv-" + hashlib.sha256(str(self._state).encode()).hexdigest()[:12]
 
     def _running(self) -> place.Runsc:
         if self._runsc is None:
