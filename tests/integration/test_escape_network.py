@@ -15,6 +15,7 @@ from socket import AF_INET, SO_REUSEADDR, SOL_SOCKET, socket
 
 import pytest
 from tests.integration.persistent import output, running, shell, spec
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.protocol import SandboxError
 from venusrl.sandboxes.runtimes.base import Instance, Network
@@ -53,7 +54,7 @@ def outside() -> Iterator[None]:
     """
     try:
         for line in commands.strip().splitlines():
-            subprocess.run(line.split(), check=True, timeout=20, capture_output=True)
+            subprocess.run(line.split(), check=True, timeout=PATIENCE_S, capture_output=True)
         Path("/proc/sys/net/ipv4/conf/vt-test/forwarding").write_text("1")
         serve = ("ip", "netns", "exec", "venusrl-test", sys.executable, "-c", _SERVE)
         with subprocess.Popen(serve, stdout=subprocess.PIPE) as server:
@@ -64,8 +65,8 @@ def outside() -> Iterator[None]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no network namespaces to play the internet: {error}")
     finally:
-        subprocess.run(["ip", "link", "delete", "vt-test"], check=False, timeout=20, capture_output=True)
-        subprocess.run(["ip", "netns", "delete", "venusrl-test"], check=False, timeout=20, capture_output=True)
+        subprocess.run(["ip", "link", "delete", "vt-test"], check=False, timeout=PATIENCE_S, capture_output=True)
+        subprocess.run(["ip", "netns", "delete", "venusrl-test"], check=False, timeout=PATIENCE_S, capture_output=True)
 
 
 @pytest.fixture
@@ -141,14 +142,18 @@ async def test_nothing_of_a_network_is_left(runtime: NamespaceRuntime, tmp_path:
         assert not await reaches(again, SERVER)
         await again.kill()
     assert not Path(f"/sys/class/net/{devices[0]}").exists()
-    rules = subprocess.run(["nft", "list", "ruleset"], check=True, timeout=20, capture_output=True, text=True).stdout
+    rules = subprocess.run(
+        ["nft", "list", "ruleset"], check=True, timeout=PATIENCE_S, capture_output=True, text=True
+    ).stdout
     assert devices[0] not in rules
     assert not list((tmp_path / "ns/network").glob("*.link"))
     await asyncio.sleep(0)
 
 
 def tables() -> list[str]:
-    told = subprocess.run(["nft", "list", "tables"], check=True, timeout=20, capture_output=True, text=True).stdout
+    told = subprocess.run(
+        ["nft", "list", "tables"], check=True, timeout=PATIENCE_S, capture_output=True, text=True
+    ).stdout
     return [line.split()[-1] for line in told.splitlines() if " venusrl_" in line]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.waiting import PATIENCE_S
 
 from venusrl.recipe import TasksSection
 from venusrl.sandboxes.protocol import CommandResult
@@ -75,7 +76,7 @@ def test_the_reference_solution_turns_every_check_from_0_to_1(tmp_path: Path) ->
 
 def _check(directory: Path, work: Path) -> str:
     argv = [sys.executable, "-I", "-S", str(directory / "tests" / "check.py"), str(work)]
-    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=PATIENCE_S).stdout.strip()
 
 
 HOSTILE = {

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.integration.persistent import run
 from tests.unit.templates import Member, archive, directory, entry, layout, symlink
+from tests.waiting import PATIENCE_S
 
 from venusrl.sandboxes.protocol import Limits, TemplateNotFound
 from venusrl.sandboxes.runtimes.base import Spec
@@ -54,7 +55,7 @@ def gone(name: str) -> Member:
 async def templates(tmp_path: Path) -> AsyncIterator[Templates]:
     runtime = NamespaceRuntime(tmp_path / "n")
     await runtime.start()
-    made = Templates(tmp_path / "t", runtime, Rules(build=BuildRules(ready_timeout_s=10)))
+    made = Templates(tmp_path / "t", runtime, Rules(build=BuildRules(ready_timeout_s=PATIENCE_S)))
     await made.start()
     yield made
     await made.close()
