@@ -101,6 +101,17 @@ def test_what_does_not_fit_waits_until_somebody_ends() -> None:
     assert sent(desk.complete("g0/0")) == [("g0/1", "w", "frontier")]
 
 
+def test_a_slot_that_is_free_is_taken_at_once_however_many_wait() -> None:
+    desk = Desk()
+    desk.tell(ev.WorkerUp("w", 100_000, 2, 0, COSTS))
+    names = [f"g{group}/{index}" for group in range(3) for index in range(2)]
+    assert [len(sent(desk.ask(name))) for name in names] == [1, 1, 0, 0, 0, 0]
+    running = names[:2]
+    for _ in range(4):
+        ((name, _, _),) = sent(desk.end(running.pop(0), after=0.01))
+        running.append(name)
+
+
 def test_without_costs_capacity_gates_all_the_same() -> None:
     desk = Desk()
     desk.up("w", 10_000, costs=None)

@@ -309,7 +309,10 @@ class Venus(Policy):
             return
         least, tried, refused = 1 << 60, 0, {reasons.PACING: False, reasons.INTERFERENCE: False}
         for turn in self.waiting.first(4 * self.settings.scan):
-            if tried >= self.settings.scan or len(worker.running) >= worker.slots:
+            if len(worker.running) >= worker.slots:
+                tried = 0  # who was not looked at may need less
+                break
+            if tried >= self.settings.scan:
                 break
             if full and self._level(turn) == BACKGROUND_LEVEL:
                 break
@@ -332,7 +335,9 @@ class Venus(Policy):
             least = min(least, need)
             if self._reasons.get(turn.trajectory) in _PASSING:
                 yield from self._hold(turn, answer)
-        self._least[worker.name] = min(least, before) if full else least
+        if full:
+            least = min(least, before)
+        self._least[worker.name] = least if tried else 0
 
     def _joins(self, turn: PendingTurn) -> None:
         """The queue has one more, whose need may be less than that of those looked at before."""
