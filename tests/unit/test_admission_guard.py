@@ -40,8 +40,14 @@ def test_it_pauses_until_well_above_the_line() -> None:
 
 def test_pressure_counts_as_memory_does() -> None:
     guard = Guard()
-    levels = [guard.level(host(0.5, pressure)) for pressure in (0.0, 12.0, 7.0, 40.0, 12.0, 7.0, 1.0)]
+    levels = [guard.level(host(0.1, pressure)) for pressure in (0.0, 12.0, 7.0, 40.0, 12.0, 7.0, 1.0)]
     assert levels == ["open", "closed", "closed", "relieving", "relieving", "closed", "open"]
+
+
+def test_a_sandbox_that_thrashes_at_its_own_limit_closes_no_host_that_has_memory() -> None:
+    idle = (view(0), view(1))
+    assert Guard().level(host(0.5, 90.0)) == "open"
+    assert Guard().relieve(host(0.5, 90.0, idle)) == ()
 
 
 @settings(max_examples=40, deadline=None)

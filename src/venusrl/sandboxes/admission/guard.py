@@ -26,13 +26,15 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory as a share of the host's capacity, pressure as PSI "some" over 10 s in percent.
 
     Below ``close`` (or above ``close_pressure``) nothing is admitted until ``open``; below ``relieve`` idle sandboxes
-    are paused until ``close``; below ``critical`` those with a running command too.
+    are paused until ``close``; below ``critical`` those with a running command too. Pressure counts only below
+    ``heeded``: with more memory left, who stalls is a sandbox at its own limit, and no neighbour pays for that.
     """
 
     open: float = 0.06
     close: float = 0.04
     relieve: float = 0.025
     critical: float = 0.012
+    heeded: float = 0.15
     open_pressure: float = 5.0
     close_pressure: float = 10.0
     relieve_pressure: float = 30.0
@@ -49,7 +51,7 @@ class Guard:
         """Take note of the host's state and say what it calls for."""
         at, before = self._at, self._levels.get(host.name, "open")
         free = host.available / max(1, host.capacity)
-        pressure = host.pressure or 0.0
+        pressure = (host.pressure or 0.0) if free < at.heeded else 0.0
         severe = free < at.relieve or pressure > at.relieve_pressure
         short = free < at.close or pressure > at.close_pressure
         wary = free < at.open or pressure > at.open_pressure
