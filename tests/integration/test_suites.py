@@ -118,6 +118,14 @@ def test_the_paper_suite_is_the_grid_and_its_quick_version_six_cells() -> None:
         cells.find_suite("papers")
 
 
+def test_sensitivity_varies_what_its_cells_are_named_after() -> None:
+    made = {cell.name: cell.scenario.scheduler for cell in cells.find_suite("sensitivity", quick=True).cells}
+    bounds = {name: config.max_staleness for name, config in made.items() if "stale" in name}
+    assert bounds == {f"32b-B16-a1-half-stale{bound}": bound for bound in (1, 2, 3)}
+    assert {config.max_staleness for name, config in made.items() if name not in bounds} == {1}
+    assert all((config.max_steps or 0) > bounds[name] + 1 for name, config in made.items() if name in bounds)
+
+
 def test_a_suite_can_be_run_in_part() -> None:
     some = cells.find_suite("paper", places=["32b-B64-a1", "4b-B16-a0", "32b-B64-a1"])
     assert [cell.name for cell in some.cells] == ["32b-B64-a1", "4b-B16-a0"]
